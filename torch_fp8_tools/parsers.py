@@ -110,6 +110,7 @@ def _plan(commands: Any) -> None:
     add("--data", **whole, help="replicas of the model (what --fsdp leaves, or 1)")
     add("--fsdp", **whole, help="shards of a replica (what the others leave)")
     add("--tensor", **whole, default=1, help="degree of tensor parallelism")
+    add("--pipeline", **whole, default=1, help="pipeline stages")
     add("--recipe", choices=("auto", *RECIPES), default="auto",
         help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
     add("--checkpointing", action="store_true", help="compute layers again in backward")

@@ -55,6 +55,7 @@ def headline(plan: Plan) -> str:
         "data": setup.data,
         "FSDP": setup.fsdp,
         "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
     }
     ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
     trained = f"LoRA of rank {setup.rank}" if setup.method == "lora" else "full training"

@@ -22,24 +22,30 @@ from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import (
     fake_ranks,
     grouped_in_bf16,
+    leave_stage,
     make_model,
     prepare,
     shard,
+    stages,
 )
 from torch_fp8_tools.plan.setup import BF16, Setup
 
 
 def standing_bytes(setup: Setup, level: str) -> MemoryReport:
-    """Count weights, gradients and states on a GPU, exactly.
+    """Count weights, gradients and states on the fullest GPU, exactly.
 
     Args:
         setup: the planned run.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
-    model = make_model(setup, level)
-    with fake_ranks(setup.fsdp) as mesh:
-        optimizers = prepare(model, setup, level, mesh)
-        return expected_memory(model, optimizers, summed=setup.accumulate > 1)
+    reports = []
+    for stage, layers in stages(setup):
+        model = make_model(setup, level, layers)
+        leave_stage(model, stage)
+        with fake_ranks(setup.fsdp) as mesh:
+            optimizers = prepare(model, setup, level, mesh)
+            reports.append(expected_memory(model, optimizers, summed=setup.accumulate > 1))
+    return max(reports, key=lambda report: report.total)
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
@@ -60,7 +66,7 @@ def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> flo
     plain = 2.0 if setup.fsdp > 1 else 4.0
     each = plain if level == BF16 else 1 + 1 / 32
     replicas = 2 * (setup.data - 1) / setup.data * each * trained
-    layers = text_of(setup.config).num_hidden_layers
+    layers = -(-text_of(setup.config).num_hidden_layers // setup.pipeline)
     activations = 2 * setup.tokens * text_of(setup.config).hidden_size * setup.accumulate
     ring = 2 * (setup.tensor - 1) / setup.tensor
     return fsdp + replicas + 4 * layers * ring * activations
@@ -81,7 +87,8 @@ def step_bytes(setup: Setup, level: str) -> StepBytes:
     Raises:
         ValueError: the model cannot run on tensors without memory, or loops over tokens in Python.
     """
-    few, twins = setup.layers.shortest(sharded=setup.fsdp > 1)
+    places = stages(setup)[0][1]
+    few, twins = setup.layers.shortest(places, sharded=setup.fsdp > 1)
     try:
         return run_step(setup, level, few).with_layers(twins)
     except LongLoop as error:
@@ -92,7 +99,7 @@ def step_bytes(setup: Setup, level: str) -> StepBytes:
             "(sequence, --sequence): activations grow with its length"
         ) from error
     except Exception as error:
-        if setup.layers.separate:
+        if len(few) < len(places):
             setup.layers.separate = False
             return step_bytes(setup, level)
         if isinstance(error, ValueError):

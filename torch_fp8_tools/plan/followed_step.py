@@ -28,11 +28,13 @@ class StepBytes:
     Attributes:
         forward: the peak beyond the persistent bytes until the last layer's backward ends.
         backward: the peak after that, including gradients.
+        saved: the part of `forward` that is saved for backward.
         gathered, scattered: the bytes that FSDP2 sends for weights and for gradients.
     """
 
     forward: float
     backward: float
+    saved: float
     gathered: float
     scattered: float
 
@@ -46,14 +48,15 @@ class Part:
     """A part of a step, with bytes beyond those that its start held and had sent.
 
     Attributes:
-        peak: the most live bytes.
-        live: the live bytes at its end.
+        peak: the most live bytes, and those of them that were saved for backward.
+        live, saved: the same at its end.
         gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
     """
 
-    peak: int
+    peak: tuple[int, int]
     live: int
+    saved: int
     gathered: int
     scattered: int
     cast: int = 0
@@ -75,7 +78,7 @@ class FollowedStep(MemoryTracker):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
-        self._peak = 0
+        self._peak = 0, 0
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
         self.parts: list[Part] = []
@@ -115,7 +118,9 @@ class FollowedStep(MemoryTracker):
         return out
 
     def _see_peak(self) -> None:
-        self._peak = max(self._peak, self.total)
+        total = self.total
+        if total >= self._peak[0]:
+            self._peak = total, self.current["saved activations"]
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
         if not name.startswith((*_GATHERS, *_SCATTERS)):
@@ -145,11 +150,11 @@ class FollowedStep(MemoryTracker):
 
     def _start(self) -> None:
         self._begin_block()
-        self._peak = self.total
+        self._peak = self.total, self.current["saved activations"]
         self._begin = self._now()
 
     def _now(self) -> dict[str, int]:
-        return {"peak": self._peak, "live": self.total, **self._sent}
+        return {"live": self.total, "saved": self.current["saved activations"], **self._sent}
 
     def _begin_block(self, _: Any = None) -> None:
         self._calls = 0
@@ -159,8 +164,10 @@ class FollowedStep(MemoryTracker):
         self.see_resized()
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
-        now = self._now().items()
-        self.parts.append(Part(**{name: number - self._begin[name] for name, number in now}))
+        since = {name: number - self._begin[name] for name, number in self._now().items()}
+        total, saved = self._peak
+        peak = total - self._begin["live"], saved - self._begin["saved"]
+        self.parts.append(Part(peak, **since))
         self._start()
 
     def living(self) -> dict[int, tuple[int, int]]:
@@ -193,20 +200,20 @@ class FollowedStep(MemoryTracker):
         before = [start, *(forwards[i] for i in twins)]
         after = [backwards[i] for i in reversed(twins) if i in backwards]
         after += rest[len(backwards) :]
-        live = gathered = scattered = 0.0
+        live = saved = gathered = scattered = 0.0
         peaks = []
         for place, part in enumerate((*before, *after)):
             if place == len(before):
                 live -= sum(each.cast for each in before)
-            peaks.append(live + part.peak)
-            live += part.live
-            gathered += part.gathered
-            scattered += part.scattered
+            peak, saved_at_peak = part.peak
+            peaks.append((live + peak, saved + saved_at_peak))
+            live, saved = live + part.live, saved + part.saved
+            gathered, scattered = gathered + part.gathered, scattered + part.scattered
             if place == 0:
                 live += agreed
         return StepBytes(
-            forward=max(peaks[: len(before) + 1]),
-            backward=max(peaks[len(before) + 1 :], default=0.0),
+            *(max(peaks[: len(before) + 1])[0], max(peaks[len(before) + 1 :], default=(0.0,))[0]),
+            saved=max(peaks[: len(before) + 1])[1],
             gathered=self.ring * (gathered + 2 * agreed),
             scattered=self.ring * scattered,
         )

@@ -45,10 +45,20 @@ class Layers:
         settings = [_settings(block) for block in self._blocks]
         self.kinds = list(zip(self.contents, settings, *listed, strict=False))
 
-    def model(self, layers: Sequence[int] | None = None) -> nn.Module:
-        """Return a new model on the meta device with only these layers, or with all."""
-        if layers is None or len(layers) == self._number:
+    def model(self, layers: Sequence[int]) -> nn.Module:
+        """Return a new model with only these layers, on the meta device.
+
+        Raises:
+            ValueError: the layers that the configuration counts are not those of one list.
+        """
+        if len(layers) == self._number:
             return copy.deepcopy(self.whole)
+        if len(self._blocks) != self._number:
+            raise ValueError(
+                f"{type(self.whole).__name__} has {self._number} layers, of which "
+                f"{len(self._blocks)} are in one list, so it cannot be cut into stages: use "
+                "pipeline=1"
+            )
         absent = {id(block) for i, block in enumerate(self._blocks) if i not in layers}
         model: nn.Module = copy.deepcopy(self.whole, dict.fromkeys(absent, _ABSENT))
         for module in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
@@ -64,15 +74,16 @@ class Layers:
             vars(config).update(fewer, num_hidden_layers=len(layers))
         return model
 
-    def shortest(self, *, sharded: bool) -> tuple[list[int], list[int]]:
+    def shortest(self, layers: Sequence[int], *, sharded: bool) -> tuple[list[int], list[int]]:
         """Return the layers whose step shows that of all, and the place among them of each's twin.
 
         Args:
+            layers: the layers of the model, or of its pipeline stage.
             sharded: whether FSDP2 shards the model.
         """
-        few = list(range(self._number))
+        few = list(layers)
         if not self.separate:
-            return few, list(range(len(self._blocks)))
+            return few, list(range(min(len(few), len(self._blocks))))
         sights = self._sights(few, sharded)
         length = len(few) - 1
         while length > 0:

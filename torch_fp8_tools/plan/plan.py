@@ -116,9 +116,9 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
             * ``sequence``: tokens of a sequence, or None for the model's longest, at most 4096.
             * ``micro_batch``: sequences in one forward of a GPU. Default: 1.
             * ``accumulate``: micro-batches in an optimizer step. Default: 1.
-            * ``data``, ``fsdp``, ``tensor``: the degrees of replication, FSDP2 sharding and tensor
-              parallelism; their product is ``gpus``. ``fsdp=None``: what the others leave;
-              ``data=None``: what a given ``fsdp`` leaves, else 1.
+            * ``data``, ``fsdp``, ``tensor``, ``pipeline``: the degrees of replication, FSDP2
+              sharding, tensor and pipeline parallelism; their product is ``gpus``. ``fsdp=None``:
+              what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
             * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
               needs a GPU to measure.
             * ``checkpointing``: whether layers use activation checkpointing. Default: False.
@@ -190,18 +190,20 @@ def _plan_level(
 
     step = _step(setup, level, counted)
     parts = {name: getattr(report(level), name) for name in CATEGORIES}
+    # A first pipeline stage holds the activations of the other micro-batches.
+    forward = step.forward + (min(setup.pipeline, setup.accumulate) - 1) * step.saved
     # With BF16 instead of 8-bit gradients, as steps are counted.
     plain = report("O2" if level == "O3" else level)
     without_gradients = plain.total - plain.gradients
     backward = step.backward + sum(parts.values()) - without_gradients - plain.gradients
-    total = sum(parts.values()) + step.forward
-    peak = total if setup.keeps_gradients else without_gradients + max(step.forward, backward)
+    total = sum(parts.values()) + forward
+    peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
     exchanged = report(BF16).gradients / 4 if setup.data > 1 else 0.0  # elements
     wire = wire_bytes(setup, exchanged, step, level)
     config = {"opt_level": level} | ({} if setup.recipe_is_auto else {"recipe": setup.recipe})
     return LevelPlan(
-        bytes={**parts, "activations": round(step.forward), "total": round(total)},
+        bytes={**parts, "activations": round(forward), "total": round(total)},
         peak=round(peak),
         fits=left_of(memory, peak) >= 0,
         headroom=round(left_of(memory, peak)),

@@ -16,7 +16,7 @@ from torch_fp8_tools.plan.layouts import read_config, text_of
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
 METHODS = ("full", "lora")
-_DEGREES = ("data", "fsdp", "tensor")
+_DEGREES = ("data", "fsdp", "tensor", "pipeline")
 _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
 
@@ -79,8 +79,8 @@ class Setup:
     """A training run to plan, checked for contradictions.
 
     Args:
-        model, gpus, card, memory, sequence, micro_batch, accumulate, data, fsdp, tensor, recipe,
-            checkpointing, method, rank: see `torch_fp8.plan`.
+        model, gpus, card, memory, sequence, micro_batch, accumulate, data, fsdp, tensor, pipeline,
+            recipe, checkpointing, method, rank: see `torch_fp8.plan`.
     Attributes:
         config: the configuration of the Hugging Face model.
         name: the user's name for it; for a path its last part.
@@ -104,6 +104,7 @@ class Setup:
         data: int | None = None,
         fsdp: int | None = None,
         tensor: int = 1,
+        pipeline: int = 1,
         recipe: str = "auto",
         checkpointing: bool = False,
         method: str = "full",
@@ -120,17 +121,24 @@ class Setup:
         if not 0 < memory < math.inf:
             raise ValueError(f"memory must be finite and above 0 GiB, got {memory}")
         if data is None:
-            data = max(gpus // (fsdp * tensor), 1) if fsdp is not None else 1
-        others = data * tensor
+            data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
+        others = data * tensor * pipeline
         if fsdp is None and gpus % others:
-            raise ValueError(f"data={data} x tensor={tensor} do not divide the {gpus} GPUs")
+            raise ValueError(
+                f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
+            )
         fsdp = fsdp or gpus // others
         if fsdp * others != gpus:
             raise ValueError(
-                f"data={data} x fsdp={fsdp} x tensor={tensor} are {fsdp * others} GPUs, but "
-                f"gpus={gpus}"
+                f"data={data} x fsdp={fsdp} x tensor={tensor} x pipeline={pipeline} are "
+                f"{fsdp * others} GPUs, but gpus={gpus}"
             )
         text = text_of(config)
+        if pipeline > text.num_hidden_layers:
+            raise ValueError(
+                f"pipeline={pipeline} has more stages than the model has layers, "
+                f"{text.num_hidden_layers}"
+            )
         check_choice("recipe", recipe, ("auto", *RECIPES))
         planned = _AUTO if recipe == "auto" else recipe
         _check_card(chosen.name, chosen.capability, planned)
@@ -149,8 +157,8 @@ class Setup:
         self.name = Path(model).resolve().name if is_named else type(config).__name__
         self.gpus, self.memory = gpus, float(memory)
         self.sequence, self.micro_batch = sequence or min(4096, positions or 4096), micro_batch
-        self.accumulate = accumulate
-        self.data, self.fsdp, self.tensor = data, fsdp, tensor
+        self.accumulate = max(accumulate, pipeline if pipeline > 1 else 1)  # one for each stage
+        self.data, self.fsdp, self.tensor, self.pipeline = data, fsdp, tensor, pipeline
         self.recipe, self.checkpointing, self.method = planned, checkpointing, method
         self.rank = rank
         self.config, self.card, self.recipe_is_auto = config, chosen, recipe == "auto"
@@ -168,7 +176,7 @@ class Setup:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients persist between micro-batches, or in DDP's buckets."""
-        return self.accumulate > 1 or (self.data > 1 and self.fsdp == 1)
+        return self.accumulate > 1 or self.pipeline > 1 or (self.data > 1 and self.fsdp == 1)
 
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""

@@ -20,7 +20,7 @@ SIZES = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
-COUNTED = {"O2": StepBytes(0.0, 0.0, 0.0, 0.0)}
+COUNTED = {"O2": StepBytes(0.0, 0.0, 0.0, 0.0, 0.0)}
 """For plans in which the bytes of a step have no part: nobody counts them."""
 
 

@@ -44,7 +44,7 @@ def test_layers_that_loop_over_tokens_are_refused(monkeypatch):
 def test_chunks_are_counted_in_full():
     """A chunk has 64 tokens, so two tokens more than two chunks hold a third one."""
     steps = [
-        step_bytes(make_setup(config_of("qwen3_next", **_CHUNKS), sequence=n), "bf16-mixed").forward
+        step_bytes(make_setup(config_of("qwen3_next", **_CHUNKS), sequence=n), "bf16-mixed").saved
         for n in (65, 128, 130)
     ]
     assert steps[0] < steps[1] < steps[2]
