@@ -87,6 +87,11 @@ def notes(plan: Plan) -> list[str]:
         "Bytes are counted by the training code; activations are all tensors that live",
         "within a step. The total is the sum; the peak is the most held at one time.",
     ]
+    if plan.lengths:
+        lines += [
+            "Layers loop over tokens in Python, so activations are extrapolated from steps of",
+            f"{', '.join(map(str, plan.lengths))} tokens.",
+        ]
     if plan.experts:
         lines += ["", f"{plan.experts}."]
     name, why = advice(plan)

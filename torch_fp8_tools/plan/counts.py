@@ -1,23 +1,33 @@
-"""The bytes of a run, counted by the training code on tensors without memory.
+"""The bytes that a run holds between steps, and those that it sends, counted by the training code.
 
-Bytes that persist between steps (weights, gradients, states) are those of the whole model. It is
-converted, sharded by FSDP2 over the run's number of ranks, of which this process is one, and
-counted by `torch_fp8.conversion.memory`.
+Persistent bytes (weights, gradients, states) are those of the whole model. It is converted, sharded
+by FSDP2 over the run's number of ranks, of which this process is one, and counted by
+`torch_fp8.conversion.memory`. What a layer adds is the difference between a model with one layer of
+each kind and a model with one more.
 
-Bytes that exist only within a step are counted in one step of a model with a few layers
-(`torch_fp8_tools.plan.followed_step`). The step of the whole model is put together from its parts:
-each layer has a twin among the few (`torch_fp8_tools.plan.layers`).
+The bytes that exist only within a step, counted on tensors without memory.
+
+A model with a few layers runs one step (`torch_fp8_tools.plan.followed_step`). The step of a deeper
+model is put together from its parts: each of its layers has a twin among the few
+(`torch_fp8_tools.plan.layers`).
 """
 
+import dataclasses
+import math
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, StepBytes
+from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Moment, Part, StepBytes
+from torch_fp8_tools.plan.kernel_functions import KernelFunctions
+from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import (
     fake_ranks,
@@ -38,14 +48,43 @@ def standing_bytes(setup: Setup, level: str) -> MemoryReport:
         setup: the planned run.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
-    reports = []
-    for stage, layers in stages(setup):
+
+    def report(stage: str, layers: Sequence[int]) -> Counter[str]:
         model = make_model(setup, level, layers)
         leave_stage(model, stage)
         with fake_ranks(setup.fsdp) as mesh:
             optimizers = prepare(model, setup, level, mesh)
-            reports.append(expected_memory(model, optimizers, summed=setup.accumulate > 1))
-    return max(reports, key=lambda report: report.total)
+            counted = expected_memory(model, optimizers, summed=setup.accumulate > 1)
+        return Counter(dataclasses.asdict(counted))
+
+    counts = [by_layers(setup, layers, partial(report, stage)) for stage, layers in stages(setup)]
+    return max((MemoryReport(**each) for each in counts), key=lambda report: report.total)
+
+
+def by_layers(
+    setup: Setup, layers: Sequence[int], count: Callable[[Sequence[int]], Counter[Any]]
+) -> Counter[Any]:
+    """Count something of a model to which each layer of a kind adds the same.
+
+    Args:
+        setup: the planned run.
+        layers: the layers of the model.
+        count: takes layers, returns the count of a model with these only.
+    """
+    if not setup.layers.separate:
+        return count(layers)
+    alike: dict[Any, list[int]] = {}
+    for layer in layers:
+        alike.setdefault(setup.layers.contents[layer], []).append(layer)
+    few = [members[0] for members in alike.values()]
+    first = count(few)
+    total = Counter(first)
+    for members in alike.values():
+        if len(members) > 1:
+            more = count(sorted([*few, members[1]]))
+            for key in more:
+                total[key] += (more[key] - first[key]) * (len(members) - 1)
+    return total
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
@@ -76,34 +115,89 @@ _MOST_FAKE_RANKS = 64
 """The maximum number of ranks for counting a step. The bytes of a larger ring differ by 1/64 at
 most, and are scaled.
 """
+SHORT = 16
+"""The tokens by which the sequences differ from which a long one is extrapolated. FP8 pads to as
+many.
+"""
+MOST_OPERATORS = 20_000
+"""The maximum number of operators of a layer's forward or backward."""
 
 
 def step_bytes(setup: Setup, level: str) -> StepBytes:
     """Count the bytes that a model's step holds and sends beyond the persistent ones.
 
-    If a model of few layers cannot run, because other parts are made for the number of layers, all
-    run.
+    If a layer loops over tokens in Python, the bytes are extrapolated from short sequences. If a
+    model of few layers cannot run, because other parts are made for the number of layers, all run.
 
     Raises:
-        ValueError: the model cannot run on tensors without memory, or loops over tokens in Python.
+        ValueError: the model cannot run on tensors without memory.
     """
-    places = stages(setup)[0][1]
-    few, twins = setup.layers.shortest(places, sharded=setup.fsdp > 1)
-    try:
-        return run_step(setup, level, few).with_layers(twins)
-    except LongLoop as error:
-        raise ValueError(
-            f"the layers of {type(setup.config).__name__} loop over tokens in Python, as "
-            "transformers does where their kernels are not installed, so a step of "
-            f"{setup.sequence} tokens has too many operators to count. Plan a shorter sequence "
-            "(sequence, --sequence): activations grow with its length"
-        ) from error
-    except Exception as error:
-        if len(few) < len(places):
+    places, sharded = stages(setup)[0][1], setup.fsdp > 1
+    few, twins = setup.layers.shortest(places, sharded=sharded)
+    if not setup.layers.loops:
+        try:
+            return run_step(setup, level, few).with_layers(twins)
+        except LongLoop:
+            setup.layers.loops = True
+        except ValueError:
+            if len(few) == len(places):
+                raise
             setup.layers.separate = False
             return step_bytes(setup, level)
-        if isinstance(error, ValueError):
-            raise
+    few, twins = setup.layers.shortest(places, sharded=sharded, firsts=False)
+    lengths = [setup.sequence % SHORT + count * SHORT for count in (1, 2, 3)]
+    steps = [run_step(setup, level, few, sequence=length) for length in lengths]
+    if steps[0].calls == steps[1].calls:  # it loops within or over longer chunks
+        return run_step(setup, level, few, sequence=setup.sequence).with_layers(twins)
+    extrapolated = steps[0]
+    extrapolated.parts = _extrapolate([step.parts for step in steps], setup.sequence // SHORT)
+    return dataclasses.replace(extrapolated.with_layers(twins), lengths=tuple(lengths))
+
+
+def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
+    """Continue the parts of steps of 1, 2 and 3 lengths to `count` lengths, as polynomials.
+
+    Masks and scores of attention grow with the square of the sequence, all else with the sequence.
+    The moment that is highest at a short length need not be that at a long one, so a peak is the
+    highest continued moment. Loops outside of `KernelFunctions` have other moments at each length,
+    and there the peaks themselves are continued.
+    """
+
+    def newton(first: int, second: int, third: int) -> int:
+        bend = third - 2 * second + first
+        return first + (count - 1) * (second - first) + (count - 1) * (count - 2) // 2 * bend
+
+    def moments(*lists: list[Moment]) -> list[Moment]:
+        pairs = (zip(*moment, strict=True) for moment in zip(*lists, strict=True))
+        return [(newton(*total), newton(*saved)) for total, saved in pairs]
+
+    continued = []
+    for each in zip(*parts, strict=True):
+        first, *values = zip(*(vars(part).values() for part in each), strict=True)
+        alike = len({*map(len, first)}) == 1
+        lists = first if alike else [[part.peak] for part in each]
+        continued.append(Part(moments(*lists), *(newton(*value) for value in values)))
+    return continued
+
+
+def run_step(
+    setup: Setup, level: str, layers: Sequence[int], *, sequence: int | None = None
+) -> FollowedStep:
+    """Run a step of a model with only these layers on fake tensors.
+
+    Args:
+        setup, level: see `step_bytes`.
+        layers: the layers.
+        sequence: the tokens of a sequence, or None for those of the setup.
+    Raises:
+        LongLoop: a layer calls more than MOST_OPERATORS operators; only if `sequence` is None.
+        ValueError: the model cannot run on tensors without memory.
+    """
+    try:
+        return _run_step(setup, level, layers, sequence)
+    except (LongLoop, ValueError):
+        raise
+    except Exception as error:
         raise ValueError(
             f"no step of {type(setup.config).__name__} can be counted, because its model fails on "
             f"tensors without memory: {type(error).__name__}: {error}. Complete the configuration, "
@@ -112,15 +206,9 @@ def step_bytes(setup: Setup, level: str) -> StepBytes:
         ) from error
 
 
-def run_step(setup: Setup, level: str, layers: Sequence[int]) -> FollowedStep:
-    """Run a step of a model with only these layers on fake tensors.
-
-    Args:
-        setup, level: see `step_bytes`.
-        layers: the layers.
-    Raises:
-        LongLoop: see `FollowedStep`.
-    """
+def _run_step(
+    setup: Setup, level: str, layers: Sequence[int], sequence: int | None
+) -> FollowedStep:
     ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
     model = make_model(setup, level, layers)
     prepare(model, setup, level, None)  # makes weights BF16 that training splits: under
@@ -131,16 +219,20 @@ def run_step(setup: Setup, level: str, layers: Sequence[int]) -> FollowedStep:
     with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
-            if hasattr(model, "tie_weights"):
-                model.tie_weights()
-            if mesh is not None:
-                shard(model, mesh)
+            with KnownResults():
+                model.to_empty(device="cpu")
+                if hasattr(model, "tie_weights"):
+                    model.tie_weights()
+                if mesh is not None:
+                    shard(model, mesh)
             if mesh is not None and level != BF16:
                 connect_fsdp(model, setup.fp8_config(level))
-            step = FollowedStep(model)
-            with step, grouped_in_bf16(), torch.enable_grad():
-                tokens = torch.zeros((setup.micro_batch, setup.sequence), dtype=torch.long)
+            step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
+            functions = KernelFunctions(step).of(model)
+            with step, functions, grouped_in_bf16(), torch.enable_grad():
+                tokens = torch.zeros(
+                    (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
+                )
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                     step.mark()

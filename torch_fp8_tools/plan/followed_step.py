@@ -3,8 +3,10 @@
 Marks cut it before and after the forward and the backward of each layer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,12 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
+from torch_fp8_tools.plan.known_results import KnownResults, Layout, empty
 from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 
 _DEVICE = torch.ops.prim.device.default
-MOST_OPERATORS = 20_000
-"""The maximum number of operators of a layer's forward or backward."""
 _GATHERS, _SCATTERS = ("allgather", "allreduce"), ("reduce_scatter", "alltoall")
 
 
@@ -30,6 +31,7 @@ class StepBytes:
         backward: the peak after that, including gradients.
         saved: the part of `forward` that is saved for backward.
         gathered, scattered: the bytes that FSDP2 sends for weights and for gradients.
+        lengths: the sequences from which the bytes are extrapolated; empty if they are counted.
     """
 
     forward: float
@@ -37,10 +39,14 @@ class StepBytes:
     saved: float
     gathered: float
     scattered: float
+    lengths: tuple[int, ...] = ()
 
 
 class LongLoop(Exception):
     """A layer calls so many operators that it must loop over tokens."""
+
+
+Moment = tuple[int, int]
 
 
 @dataclass
@@ -48,18 +54,24 @@ class Part:
     """A part of a step, with bytes beyond those that its start held and had sent.
 
     Attributes:
-        peak: the most live bytes, and those of them that were saved for backward.
+        moments: the live bytes, and those of them that were saved for backward, at each moment that
+            can be the peak.
         live, saved: the same at its end.
         gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
     """
 
-    peak: tuple[int, int]
+    moments: list[Moment]
     live: int
     saved: int
     gathered: int
     scattered: int
     cast: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes."""
+        return max(self.moments, key=itemgetter(0))
 
 
 class FollowedStep(MemoryTracker):
@@ -69,16 +81,19 @@ class FollowedStep(MemoryTracker):
         parts: what precedes the layers, the forward of each layer, the last one with the loss, and
             the backward of each layer, the last layer's first; then the rest. The rest includes the
             first layer's backward if its input needs no gradient.
+        moments: what was live, and saved for backward of that, since the part began.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
+        calls: the number of operators.
 
     Raises:
-        LongLoop: more than MOST_OPERATORS operators run in a layer's forward or backward.
+        LongLoop: more than `most` operators run in a layer's forward or backward.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, most: float = math.inf) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
-        self._peak = 0, 0
+        self.moments: list[Moment] = []
+        self._rises = False
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
         self.parts: list[Part] = []
@@ -88,9 +103,17 @@ class FollowedStep(MemoryTracker):
         self._sent = {"gathered": 0, "scattered": 0}
         self._agreed = 0
         self._groups = fsdp_groups(model)
+        self._results = KnownResults()
+        self.calls = 0
+        self._most, self.begun = most, 0
+        self.begin_of_root = 0, 0
         self._start()
         for block in self._blocks:  # before FSDP2 gathers its weights
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see KnownResults
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -98,9 +121,9 @@ class FollowedStep(MemoryTracker):
         if func is _DEVICE:  # most calls; torch aborts the process if this raises
             first = args[0]
             return first.fake_device if type(first) is FakeTensor else func(*args)
-        out = func(*args, **(kwargs or {}))
-        self._calls += 1
-        if self._calls > MOST_OPERATORS and 0 < len(self.parts) <= 2 * len(self._blocks):
+        out = self._results.__torch_dispatch__(func, types, args, kwargs)
+        self.calls += 1
+        if self.calls > self.begun + self._most and 0 < len(self.parts) <= 2 * len(self._blocks):
             raise LongLoop
         if not func.is_view:
             self.created(func, args, out)
@@ -117,10 +140,46 @@ class FollowedStep(MemoryTracker):
             self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)
         return out
 
+    def new(self, like: FakeTensor, layout: Layout) -> FakeTensor:
+        """Allocate a tensor of a layout in the mode and on the device of `like`."""
+        tensor = empty(like, *layout)
+        self.assign(tensor, "workspace")
+        return tensor
+
+    @property
+    def now(self) -> Moment:
+        """The live bytes, and those of them that are saved for backward."""
+        return self.total, self.current["saved activations"]
+
     def _see_peak(self) -> None:
-        total = self.total
-        if total >= self._peak[0]:
-            self._peak = total, self.current["saved activations"]
+        self._rises = True
+
+    def _falls(self) -> None:
+        if self._rises:  # the moments since the last fall only had fewer bytes
+            self.moments.append(self.now)
+            self._rises = False
+
+    def restart(self) -> Moment:
+        """Start new moments, and return the first."""
+        self.moments, self._rises = [self.now], False
+        return self.now
+
+    def drop(self, number: int) -> None:
+        """Forget the moments after the first `number`."""
+        del self.moments[number:]
+        self._rises = False
+
+    def beyond(self, start: Moment) -> Moment:
+        """Return the bytes at the peak of the moments beyond those at a start."""
+        self._falls()
+        total, saved = max(self.moments, key=itemgetter(0))
+        return total - start[0], saved - start[1]
+
+    def add_call(self, beyond: Moment, calls: int) -> None:
+        """Count the operators of a call, and the bytes at its peak beyond those that live now."""
+        self.calls += calls
+        total, saved = self.now
+        self.moments.append((total + beyond[0], saved + beyond[1]))
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
         if not name.startswith((*_GATHERS, *_SCATTERS)):
@@ -150,24 +209,22 @@ class FollowedStep(MemoryTracker):
 
     def _start(self) -> None:
         self._begin_block()
-        self._peak = self.total, self.current["saved activations"]
-        self._begin = self._now()
-
-    def _now(self) -> dict[str, int]:
-        return {"live": self.total, "saved": self.current["saved activations"], **self._sent}
+        live, saved = self.restart()
+        self._begin = {"live": live, "saved": saved, **self._sent}
 
     def _begin_block(self, _: Any = None) -> None:
-        self._calls = 0
+        self.begun = self.calls
 
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""
         self.see_resized()
+        self._falls()
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
-        since = {name: number - self._begin[name] for name, number in self._now().items()}
-        total, saved = self._peak
-        peak = total - self._begin["live"], saved - self._begin["saved"]
-        self.parts.append(Part(peak, **since))
+        live, saved = self._begin["live"], self._begin["saved"]
+        now = dict(zip(("live", "saved"), self.now, strict=True)) | self._sent
+        moments = [(total - live, of_total - saved) for total, of_total in self.moments]
+        self.parts.append(Part(moments, **{name: now[name] - self._begin[name] for name in now}))
         self._start()
 
     def living(self) -> dict[int, tuple[int, int]]:

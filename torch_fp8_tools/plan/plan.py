@@ -65,12 +65,15 @@ class Plan:
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         num_params: the number of parameters of the model, without adapters.
         experts: a text on the rows that each expert computes; empty without experts.
+        lengths: the sequences from which bytes of steps are extrapolated, because layers loop over
+            tokens in Python; empty if all bytes are counted.
     """
 
     setup: Setup
     levels: dict[str, LevelPlan]
     num_params: int
     experts: str = ""
+    lengths: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -88,6 +91,7 @@ class Plan:
             "card": dataclasses.asdict(self.setup.card),
             "setup": setup,
             "experts": self.experts,
+            "lengths": self.lengths,
             "levels": levels,
         }
 
@@ -160,8 +164,9 @@ def plan_setup(setup: Setup, levels: Sequence[str], counted: dict[str, StepBytes
         )
     standing: dict[str, MemoryReport] = {}
     plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
+    lengths = next((step.lengths for step in counted.values() if step.lengths), ())
     num_params = sum(p.numel() for p in setup.layers.whole.parameters())
-    return Plan(setup, plans, num_params, _rows_of_experts(setup))
+    return Plan(setup, plans, num_params, _rows_of_experts(setup), lengths)
 
 
 def _rows_of_experts(setup: Setup) -> str:
