@@ -64,7 +64,6 @@ POINTS: dict[str, dict[str, str]] = {
         "Accelerator._prepare_fsdp2": "prepare_fsdp2",
         "Accelerator.unwrap_model": "unwrap_model",
         "Accelerator.get_state_dict": "get_state_dict",
-        "Accelerator.save_model": "save_model",
         "Accelerator.backward": "backward",
         "Accelerator.clip_grad_norm_": "clip_grad_norm_",
         "Accelerator.fp8_backend": "fp8_backend",
@@ -144,7 +143,7 @@ def wrap(
         wanted: a function called with the first argument, args and kwargs of each call; if it
             returns False, the original runs directly.
         names: dotted names in the holder, with the functions that wrap them, or their names in
-            `package`; None: those that `POINTS` has of the module.
+            `package`; or None for those of the module in `POINTS`.
     """
     originals = []
     for dotted, function in (wrapped(holder.__name__) if names is None else names).items():

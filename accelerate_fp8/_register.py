@@ -4,10 +4,8 @@ with each of their modules on its import.
 It may be called twice. If an upstream name has moved, it raises AttributeError before it
 changes anything, and the host works as without this package. A wrapper keeps the wrapped function
 as ``_fp8_original``. This module imports only the standard library, because Accelerate is half
-imported when it runs; `accelerate_fp8.accelerator` and `accelerate_fp8.trainer` contain the
-functions that the wrapped methods call.
-
-The wrappers of hosts' functions that import nothing of the engine are here, too.
+imported when it runs. It has the wrappers that need nothing of the engine; the others are in the
+modules of `_WRAPPERS`.
 """
 
 import os
@@ -119,7 +117,7 @@ def _reference_of(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _saves_fp8(model: Any, *_: Any) -> bool:
     own = vars(model)
-    return "_fp8_saving" in own or (bool(own.get("_weight_conversions")) and launched_with_fp8())
+    return "_fp8_prepared" in own or (bool(own.get("_weight_conversions")) and launched_with_fp8())
 
 
 def _may_be_frozen(*_: Any) -> bool:

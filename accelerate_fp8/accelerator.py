@@ -31,7 +31,6 @@ from accelerate_fp8.backend import (
     repair_backend_variable,
     requested_precision,
 )
-from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, FP8Kwargs, resolve_config
 from accelerate_fp8.optimizers import (
     bare,
@@ -115,7 +114,6 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
     if sharded:
         refuse_sharding(config)
-    refuse_sharded_saving(config, self.distributed_type)
     check_config(config, self.device)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
     self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))
@@ -240,14 +238,6 @@ def get_state_dict(
     return whole
 
 
-def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.save_model``: export with ``FP8Config(save_format=...)``."""
-    given = bound_arguments(original, self, *args, **kwargs)
-    where = given["save_directory"], given["max_shard_size"], self.is_main_process
-    if not save_exported(preparation_of(self), given["model"], *where):
-        original(self, *args, **kwargs)
-
-
 def fp8_backend(original: Any, self: Any) -> FP8Engine:
     """Extend the property ``Accelerator.fp8_backend``: it names this engine."""
     return FP8Engine.TORCH_FP8
@@ -280,7 +270,7 @@ def _device_to_be(
 ) -> torch.device | None:
     """Return the device on which `model` will run.
 
-    None: the devices that its parameters are on, for example spread by a ``device_map``.
+    It is None if the parameters stay on the devices that they are on, as with a ``device_map``.
     """
     placed = accelerator.device_placement if device_placement is None else device_placement
     placed = placed or accelerator.distributed_type == DistributedType.FSDP

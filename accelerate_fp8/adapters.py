@@ -7,11 +7,11 @@ delta. A merge-aware layer rounds to BF16, as its forward did. Unmerging restore
 however often it is done.
 """
 
+import inspect
 from typing import Any
 
 import torch
 
-from accelerate_fp8.export import bound_arguments
 from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.frozen_storage import FrozenStorage, left_unread, plain_copy
 from torch_fp8.nn.merge_aware import MergeAware
@@ -40,7 +40,9 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     A merge also thaws the layers without adapters, so that the model has the dtype of its base.
     """
-    merges = bound_arguments(original, self, *args, **kwargs).get("merge")
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
+    merges = bound.arguments.get("merge")
     modules: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
     held = [m for m in modules if m.fp8.frozen is not None]
     rounded = sum(len({*m.frozen_weights, *m.fp8.frozen.unmerged}) for m in held)

@@ -22,8 +22,6 @@ that was requested.
 """
 SAMPLES: ContextVar[bool] = ContextVar("samples", default=False)
 """Whether a trainer that samples rollouts is being constructed: ``auto`` means rowwise for it."""
-RESUMABLE: ContextVar[bool] = ContextVar("resumable", default=False)
-"""Whether the model is being saved in a checkpoint for resuming training."""
 
 
 class FP8Engine(str, enum.Enum):

@@ -1,13 +1,9 @@
-"""The difference between rollout and training log-probabilities, and its consequences.
+"""The difference between log-probabilities of a rollout and of training, and a warning about it.
 
-`SampledLogprobs`: the log-probabilities of tokens that a policy samples with ``generate``.
-
-TRL requests them only from vLLM. This module takes them from the logits of the forwards that
-``generate`` runs anyway, without another forward: it keeps the logits of each forward's last
-position until the next forward receives the token that was sampled from them as its input. The cost
-per token is one log-sum-exp over the vocabulary and the memory of one position's logits.
-
-Continuous batching (``generate_batch``) has an option in transformers to return them.
+TRL requests sampled log-probabilities only from vLLM. `SampledLogprobs` takes them from the logits
+of the forwards that ``generate`` runs anyway: it keeps the logits of each forward's last position
+until the next forward receives the token that was sampled from them as its input. The cost per
+token is one log-sum-exp over the vocabulary and the memory of one position's logits.
 """
 
 import contextlib
@@ -34,47 +30,26 @@ class SampledLogprobs:
         self._last: Tensor | None = None
         self._chosen: list[Tensor] = []
         self._columns: list[Tensor] = []
-        self._batching = False
-        self._requests: Logprobs | None = None
 
     @contextlib.contextmanager
-    def watching(self, model: Any, batching: Any) -> Iterator[None]:
+    def watching(self, model: Any) -> Iterator[None]:
         """Record what `model` generates in this context.
 
         Args:
             model: a transformers model, possibly inside PEFT wrappers.
-            batching: the trainer's configuration of ``generate_batch``, or None if it has none.
         """
-        asks = getattr(batching, "return_logprobs", None)
-        original = getattr(model, "generate_batch", None)
-
-        def generate_batch(*args: Any, **kwargs: Any) -> Any:
-            assert original is not None
-            self._batching = True
-            outputs = original(*args, **kwargs)
-            logprobs = [getattr(output, "logprobs", None) or [] for output in outputs.values()]
-            self._requests = logprobs if asks is not None else None
-            return outputs
-
         base = getattr(model, "get_base_model", None)
         inner: nn.Module = base() if callable(base) else model
         handle = inner.register_forward_hook(self._note, with_kwargs=True)
-        if original is not None:
-            vars(model)["generate_batch"] = generate_batch
-        if asks is not None:
-            batching.return_logprobs = True
         try:
             yield
         finally:
             handle.remove()
-            vars(model).pop("generate_batch", None)
-            if asks is not None:
-                batching.return_logprobs = asks
 
     @torch.no_grad()
     def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         ids, logits = kwargs.get("input_ids"), getattr(output, "logits", None)
-        if self._batching or ids is None or logits is None:
+        if ids is None or logits is None:
             self._last = None
             return
         if self._last is not None and self._last.shape[0] == ids.shape[0]:
@@ -97,9 +72,6 @@ class SampledLogprobs:
         Args:
             completions: the tokens of each sequence, as the rollout returned them.
         """
-        if self._batching:
-            requests = self._requests or []
-            return requests if [*map(len, requests)] == [*map(len, completions)] else None
         steps = max(map(len, completions), default=0)
         if not steps or self._last is None or self._last.shape[0] != len(completions):
             return None
@@ -140,7 +112,7 @@ class LogprobDifference:
         """Add the differences of one batch.
 
         Args:
-            sampled, scored: (B, T) log-probabilities; NaN: unknown.
+            sampled, scored: (B, T) log-probabilities, NaN where unknown.
             mask: (B, T) whether a token was sampled.
         """
         delta = (sampled - scored).float().abs()

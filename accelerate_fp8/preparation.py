@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
@@ -21,7 +20,6 @@ from accelerate_fp8.monitoring import Monitoring
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, adopt_sharded
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
-from torch_fp8.checkpoint.export import refuse_unsavable
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.selection import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -84,7 +82,7 @@ class Preparation:
         if next(model.parameters(), None) is None:
             return
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        prepared = "_fp8_saving" in vars(inner)
+        prepared = "_fp8_prepared" in vars(inner)
         trained = not evaluation_mode
         for line in take_over(model, self.config, device, trained=trained, sharded=sharded):
             log_visibly(f"FP8: {line}")
@@ -99,11 +97,11 @@ class Preparation:
                     log_visibly(f"FP8: {name} runs without FP8: {error.reason}")
                 self.left[model] = error.reason
                 # Its optimizer may still split weights.
-                vars(model)["_fp8_saving"] = Saving(self)
+                vars(model)["_fp8_prepared"] = True
         if model not in self._reports:
             return
         self._runs_fp8 = True
-        vars(model)["_fp8_saving"] = Saving(self)
+        vars(model)["_fp8_prepared"] = True
         if evaluation_mode:
             self.evaluated.note(model)
             if model not in self._announced:
@@ -117,21 +115,19 @@ class Preparation:
             self._await_summary(model)
 
     def _await_summary(self, model: nn.Module) -> None:
-        refuse_unsavable(model, self.config)
         if model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
 
     def release(self, model: nn.Module) -> None:
         """Restore a stock model in place: classes, hooks and dtypes.
 
-        Models whose shards remain split are not restored, nor are models that will be exported
-        (``FP8Config(save_format=...)``), because the export reads their FP8 layers.
+        Models whose shards remain split are not restored.
         """
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        if model not in self._reports or sharded or self.config.save_format is not None:
+        if model not in self._reports or sharded:
             return
         num_layers = revert(model)
-        vars(model).pop("_fp8_saving", None)
+        vars(model).pop("_fp8_prepared", None)
         del self._reports[model]
         self._waiting = [other for other in self._waiting if other is not model]
         log_visibly(
@@ -243,19 +239,6 @@ class Preparation:
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False
-
-
-class Saving:
-    """A link from a model to the Preparation with its residuals; dropped in copies."""
-
-    def __init__(self, preparation: Preparation) -> None:
-        self._preparation = ref(preparation)
-
-    def __call__(self) -> Preparation | None:
-        return self._preparation()
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 def log_visibly(message: str) -> None:

@@ -71,19 +71,16 @@ class RolloutState:
 
 def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``_generate_single_turn``: sample in training's FP8; record log-probabilities."""
-    state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
     if self.use_vllm:
-        with _vllm_asked(self, state):
-            return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+    state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
     watch = SampledLogprobs(float(self.temperature))
-    batching = getattr(self, "continuous_batching_config", None)
+    in_batches = any(getattr(self, name, False) for name in _IN_BATCHES)
     with contextlib.ExitStack() as stack:
         # TRL compiles nothing, and transformers drops its graphs after each generate_batch.
         stack.enter_context(rollout(model, keep_graphs=False))
         stack.enter_context(self.accelerator.autocast())
-        stack.enter_context(watch.watching(model, batching))
-        if any(getattr(self, name, False) for name in _IN_BATCHES):
-            stack.enter_context(bf16_stream(model))
+        stack.enter_context(bf16_stream(model) if in_batches else watch.watching(model))
         result = original(self, *args, **kwargs)
     several = isinstance(result, tuple)
     state.sampled = watch.of(result[0] if several else result)
@@ -92,31 +89,6 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     if not several or result[1] is not None:
         return result
     return (result[0], state.sampled, *result[2:])
-
-
-@contextlib.contextmanager
-def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
-    """Make vLLM return its tokens' log-probabilities in this context, unless the trainer does."""
-    generation = trainer.vllm_generation
-    if getattr(generation, "logprobs", 0) is not None:
-        yield
-        return
-    original = generation.generate
-
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        logprobs = result[2]
-        if logprobs is not None:
-            chosen = [[token[0] for token in row] for row in logprobs]
-            state.sampled = [[math.nan if p is None else p for p in row] for row in chosen]
-        return result
-
-    generation.logprobs, vars(generation)["generate"] = 0, generate
-    try:
-        yield
-    finally:
-        generation.logprobs = None
-        del vars(generation)["generate"]
 
 
 def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,8 +103,7 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     sampled = output.get("sampling_per_token_logps")
     if state.sampled is not None:
         sampled = _padded(state.sampled, output["completion_ids"])
-        if not self.use_vllm:
-            output.pop("sampling_per_token_logps", None)  # keep the loss as it is without us
+        output.pop("sampling_per_token_logps", None)  # keep the loss as it is without us
     scored = output.get("old_per_token_logps")
     if "old_logps" in output:  # RLOO's, summed over tokens
         scored = state.scored

@@ -5,16 +5,13 @@ argument, followed by the method's arguments.
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.backend import RESUMABLE, SAMPLES, holding, is_engine_chosen
-from accelerate_fp8.export import bound_arguments, save_exported
+from accelerate_fp8.backend import SAMPLES, holding, is_engine_chosen
 from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.optim.merged_state import whole_weights
 
@@ -73,39 +70,23 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """Extend ``Trainer._save``: save joined weights in checkpoints and in the final model.
-
-    With ``FP8Config(save_format=...)`` the final model is exported; see `save_pretrained`.
-    """
+    """Extend ``Trainer._save``: save joined weights in checkpoints and in the final model."""
     if not self.args.should_save:
         original(self, output_dir, state_dict)
         return
-    # The Trainer resumes from folders of this name.
-    name = "" if output_dir is None else Path(output_dir).name
-    resumable = name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-    with holding(RESUMABLE, resumable), whole_weights(self.model):
+    with whole_weights(self.model):
         original(self, output_dir, state_dict)
 
 
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``PreTrainedModel.save_pretrained``: save joined weights and their dtype.
 
-    With ``FP8Config(save_format=...)`` the model is exported instead. A model that transformers
-    dequantized is not quantized again, even if it was never prepared (for example after a merge of
-    adapters).
+    A model that transformers dequantized is not quantized again, even if it was never prepared (for
+    example after a merge of adapters).
     """
-    saving = vars(self).get("_fp8_saving")
-    preparation = saving and saving()
-    if (preparation or is_engine_chosen((), explicit=False)) and save_dequantized(self):
+    is_ours = "_fp8_prepared" in vars(self) or is_engine_chosen((), explicit=False)
+    if is_ours and save_dequantized(self):
         warn_once(f"FP8: {SAVED_DEQUANTIZED}")
-    if preparation is None:
-        return original(self, *args, **kwargs)
-    given = bound_arguments(original, self, *args, **kwargs)
-    where = given["save_directory"], given["max_shard_size"], given["is_main_process"]
-    if save_exported(preparation, self, *where):
-        if given["push_to_hub"]:
-            warn_once("FP8: push_to_hub is not applied with save_format; upload the folder")
-        return None
     with whole_weights(self):
         return original(self, *args, **kwargs)
 

@@ -9,10 +9,6 @@ interface.
 
 Each function may be called twice. If the upstream name has moved, it raises AttributeError before
 it changes anything.
-
-The strategies that cannot run with the plugin, with an alternative for each.
-
-They are matched by name, because a strategy's module may not be importable if it is not used.
 """
 
 import contextlib
@@ -122,7 +118,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     strategy = kwargs.get("strategy")
     if isinstance(strategy, str) and strategy.startswith("deepspeed") and _asks_for_fp8(kwargs):
         # Before the host imports a library that cannot run FP8 anyway.
-        import_module("lightning_fp8._register").refuse_strategy("DeepSpeedStrategy")
+        refuse_strategy("DeepSpeedStrategy")
     original(self, *args, **kwargs)
 
 
@@ -188,6 +184,10 @@ _REFUSED = {
     "XLAFSDPStrategy": _NEEDS_CUDA,
     "SingleDeviceXLAStrategy": _NEEDS_CUDA,
 }
+"""The strategies that cannot run FP8 layers, with what to do instead.
+
+They are matched by name, because the module of an unused strategy may not be importable.
+"""
 
 
 def refuse_strategy(name: str) -> None:

@@ -6,13 +6,12 @@ subclass of that copy's ``ModelParallelStrategy``.
 
 The strategy shards each transformer block, and the rest of each root, which is a module that is
 called as a whole. They compute in BF16 and keep float32 weights in shards, stored in two halves at
-O2 and O3. As under ``bf16-mixed``, the values between layers are float32: inputs are not cast, and
-embeddings return float32.
+O2 and O3.
 
-Hooks that keep the values between a sharded model's layers in float32, as in ``bf16-mixed``.
-
-FSDP2 gathers all weights of a block in BF16. Linear layers are autocast anyway, but an embedding's
-output has the weight's dtype. The residual stream would have it, too, and its sums would lose bits.
+As under ``bf16-mixed``, the values between layers are float32. FSDP2 gathers all weights of a block
+in BF16. Linear layers are autocast anyway, but an embedding's output has the weight's dtype, so the
+residual stream would be BF16 and its sums would lose bits. `keep_stream` adds hooks that prevent
+this; inputs are not cast.
 """
 
 import sys

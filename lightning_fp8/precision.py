@@ -60,7 +60,7 @@ class FP8Precision(Request):
     ``precision="fp8-mixed"`` is the same with the default configuration.
 
     Args:
-        config: the configuration; None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        config: the configuration, or None for ``TORCH_FP8_CONFIG``'s, or else ``FP8Config()``.
         options: fields of FP8Config instead of `config`, as in ``FP8Precision(opt_level="O3")``.
     Raises:
         TypeError: `config` is not an FP8Config.
@@ -101,12 +101,6 @@ class HostPrecision(FP8Precision):
         self.device = "cuda"
         self._strategy: Any = None
         self._models: list[SetUpModule] = []
-        if self.config.save_format is not None:
-            self.warn(
-                f"FP8Config(save_format={self.config.save_format!r}) is not applied: Lightning's "
-                "checkpoints are for resuming training; use torch_fp8.export to write a model for "
-                "engines"
-            )
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Attach the plugin to `strategy`; called by the connector.

@@ -24,11 +24,10 @@ _NAMES = {
     "torch_fp8.autograd.function": "is_saved of_text",
     "torch_fp8.autograd.selective_checkpoint": "ATTENTION CASTS operator_name",
     "torch_fp8.checkpoint.adopt_checkpoint": "folder_of take_over",
-    "torch_fp8.checkpoint.export": "export_into",
     "torch_fp8.checkpoint.fold_adapters": "SmoothFold why_not_folded",
     "torch_fp8.checkpoint.formats": "read_format",
     "torch_fp8.checkpoint.safetensors_files": "QuantizedFiles SafetensorsFiles",
-    "torch_fp8.checkpoint.whole_folder": "replaced_files whole_file whole_folder",
+    "torch_fp8.checkpoint.whole_folder": "whole_file whole_folder",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
     "torch_fp8.conversion.detect_producers": (
@@ -186,7 +185,6 @@ _RENAMED = {
 """Names that two modules define."""
 _MODULES = {
     "_version": "torch_fp8._version",
-    "accelerate_export": "accelerate_fp8.export",
     "accelerate_register": "accelerate_fp8._register",
     "agreement": "torch_fp8.distributed.agreement",
     "all_gather": "torch_fp8.distributed.tensor_parallel.all_gather",

@@ -16,7 +16,7 @@ from torch_fp8.quantization.options import (
     read_json,
 )
 from torch_fp8.quantization.overrides import Overrides, is_high_precision
-from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
+from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES
 from torch_fp8.quantization.wording import (
     naming_valid_options,
     suggestion,
@@ -100,12 +100,6 @@ class FP8Config:
             multiplies by the merged weight, cast to FP8, and the gradient passes the rounding
             unchanged. It needs a frozen FP8 base and one plain adapter without dropout. Default:
             ``False``.
-        save_format (str | None): FP8 format in which transformers' ``save_pretrained`` and
-            Accelerate's ``save_model`` write a prepared model, for inference engines:
-            ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
-            blockwise, mxfp8) or ``modelopt`` (delayed); see `torch_fp8.export`. The Trainer's
-            checkpoints, from which training resumes, adapters, and models with merged adapters are
-            saved as without it. None: the dtype that the weights had. Default: ``None``.
         communication (str): format of gradients, and of the weights that FSDP2 gathers, between
             ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
             summed in float32; your own DDP communication hook takes precedence. ``off``: torch's
@@ -205,7 +199,6 @@ class FP8Config:
     seed: int = option(0, of="optimizer")
     frozen_weights: str = option("auto", choices=("auto", "fp8", "keep"), of="torch")
     merge_aware: bool = option(False, of="torch")
-    save_format: str | None = option(None, choices=(None, *SAVE_FORMATS), of="torch")
     communication: str = option("auto", choices=("auto", "fp8", "off"))
     agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")

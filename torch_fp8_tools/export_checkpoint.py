@@ -50,7 +50,7 @@ from torch_fp8_tools.host_models import model_class, model_folder
 from torch_fp8_tools.parsers import FORMATS
 
 _HISTORY = "fp8_scaling_0.safetensors"
-"""The file with delayed scaling's history that hosts write beside a checkpoint."""
+"""The file with delayed scaling's history that hosts write next to a checkpoint."""
 
 
 def export(options: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def export_checkpoint(
         A report on the written tensors.
     Raises:
         ValueError: see `torch_fp8.export`; the checkpoint belongs to another model, or is broken;
-            the recipe is ``delayed`` and there is no history of amaxes beside the checkpoint.
+            the recipe is ``delayed`` and there is no history of amaxes next to the checkpoint.
         OSError: see `torch_fp8.export`.
     """
     config = config_or_default(config)
@@ -200,7 +200,8 @@ def _with_history_length(config: FP8Config, history: Any, source: Path) -> FP8Co
     lengths = [history[key].shape[1] for key in history if key.endswith(".amax_history")]
     if not lengths:
         raise ValueError(
-            f"{str(source)!r} has no {_HISTORY}, which the hosts write beside a checkpoint: recipe "
+            f"{str(source)!r} has no {_HISTORY}, which the hosts write next to a checkpoint: "
+            "recipe "
             "'delayed' needs the amaxes of training for input_scale; export the trained model "
             "itself, or choose another recipe and format"
         )

@@ -82,8 +82,8 @@ def _why_not_loaded(source: Path) -> str:
             "of Lightning"
         )
     return (
-        f"holds objects beside tensors and numbers ({unknown}), and loading those could run code; "
-        "save optimizer.state_dict() alone with torch.save, and convert that file"
+        f"holds objects other than tensors and numbers ({unknown}), and loading them could run "
+        "code; save optimizer.state_dict() alone with torch.save, and convert that file"
     )
 
 

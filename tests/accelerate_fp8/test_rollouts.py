@@ -29,7 +29,6 @@ from tests.internals import (
 from tests.internals import accelerate_register as _register
 from torch_fp8 import Float8Linear
 
-REQUESTS = {"num_blocks": 4, "block_size": 32, "max_batch_tokens": 64}
 MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"
 
 
@@ -54,9 +53,8 @@ def rows_with(trainer, key):
             marks=pytest.mark.smoke,
         ),
         ("rloo", True, {}),
-        ("grpo", False, {"transformers_continuous_batching_config": REQUESTS}),
     ],
-    ids=["grpo", "several steps", "rloo", "continuous"],
+    ids=["grpo", "several steps", "rloo"],
 )
 def test_the_difference_is_logged(lab, said, kind, peft, args):
     args = {"max_completion_length": 8, "logging_steps": 1, **args}
@@ -111,7 +109,7 @@ def test_sampled_logprobs_are_those_of_the_logits(tiny_model, chunk):
     attention = torch.ones_like(ids)
     ids[1, :3], attention[1, :3] = 1, 0
     watch = SampledLogprobs(0.7)
-    with watch.watching(model, None):
+    with watch.watching(model):
         made = model.generate(
             **{"input_ids": ids, "attention_mask": attention, "max_new_tokens": 6},
             **{"do_sample": True, "temperature": 0.7, "top_k": 0, "prefill_chunk_size": chunk},

@@ -399,11 +399,3 @@ def test_history_survives_the_teardown_between_two_verbs(host, tmp_path):
     trainer.validate(model, data(1), verbose=False)
     torch.testing.assert_close(at_validation[0], saved, rtol=0, atol=0)
     torch.testing.assert_close(trainer.precision_plugin.state_dict()["scaling"][0][0], saved)
-
-
-@each_host
-def test_a_format_to_save_in_is_not_applied_and_that_is_said_once(host):
-    request = FP8Precision(recipe="blockwise", save_format="fine-grained")
-    with pytest.warns(UserWarning, match=r"save_format='fine-grained'\) is not applied") as told:
-        make_host(host, plugins=[request])
-    assert len([w for w in told if "save_format" in str(w.message)]) == 1

@@ -172,7 +172,6 @@ CHOICES = {
     "amax_compute_algo": ("max", "most_recent"),
     "opt_level": ("O1", "O2", "O3"),
     "cache_weights": ("auto",),
-    "save_format": ("fine-grained", "compressed-tensors", "modelopt"),
     "communication": ("auto", "fp8", "off"),
     "save_activations": ("fp8", "bf16"),
     "backend": ("torch", "transformer-engine"),

@@ -7,7 +7,6 @@ serve the same bits. `torch_fp8.checkpoint.formats` describes the formats,
 
 import copy
 import json
-import os
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_la
 from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.safetensors_files import parse_size, write_safetensors
 from torch_fp8.checkpoint.stored_names import PLAIN
-from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
-from torch_fp8.config import FP8Config
+from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.quantization.argument_types import check_arguments
@@ -141,41 +139,6 @@ def export(
     with whole_folder(path) as folder:
         _write(root, plan, folder, most, tokenizer)
     return warned(report_of(root, plan, path))
-
-
-def export_into(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    format: str,
-    *,
-    max_shard_size: int | str = "5GB",
-) -> ExportReport:
-    """Write a converted model into a folder that may exist and keeps its other files.
-
-    New files replace old ones only after all of them have been written.
-
-    Args:
-        model, format, max_shard_size: see `export`.
-        folder: the folder; it is created if it does not exist.
-    Raises:
-        ValueError, TypeError, OSError: see `export`.
-    """
-    most, (root, plan) = parse_size(max_shard_size), prepare_export(model, format)
-    with replaced_files(folder) as partial:
-        _write(root, plan, partial, most)
-    return report_of(root, plan, Path(folder))
-
-
-def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
-    """Refuse a model that ``config.save_format`` cannot hold, before it is trained.
-
-    A model with adapters is not checked, because their own library saves them.
-
-    Raises:
-        ValueError, TypeError: see `export`.
-    """
-    if config.save_format is not None and not adapted_layers(model):
-        prepare_export(model, config.save_format)
 
 
 def report_of(root: Any, plan: ExportPlan, path: Path) -> ExportReport:

@@ -18,8 +18,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_CONFIG = "config.json"
-
 
 def refuse_existing(path: str | Path) -> Path:
     """Return `path` if a folder can be created there.
@@ -59,42 +57,6 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             _sync(partial)
         os.rename(partial, path)
     _sync(path.parent)
-
-
-@contextlib.contextmanager
-def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder whose files then replace those of the same name in `folder`.
-
-    No file is replaced before the block has succeeded, and each is replaced in one step. While
-    files are replaced, the folder has no ``config.json``, so an interruption never leaves a
-    loadable mixture of two saves. Other files that describe or hold weights of an earlier save are
-    removed.
-
-    Args:
-        folder: the folder; it is created if it does not exist.
-    Raises:
-        OSError: the files cannot be written.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _temporary(folder, ".export.") as partial:
-        with _naming_full_disks(folder):
-            yield partial
-            for file in partial.iterdir():
-                _sync(file)
-        names = sorted(file.name for file in partial.iterdir())
-        (folder / _CONFIG).unlink(missing_ok=True)
-        _sync(folder)
-        for name in names:
-            if name != _CONFIG:
-                os.replace(partial / name, folder / name)
-        for pattern in ("model*.safetensors", "model*.safetensors.index.json", "hf_quant_*.json"):
-            for file in folder.glob(pattern):
-                if file.name not in names:
-                    file.unlink()
-        if _CONFIG in names:
-            os.replace(partial / _CONFIG, folder / _CONFIG)
-        _sync(folder)
 
 
 @contextlib.contextmanager

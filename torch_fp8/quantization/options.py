@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_fp8.quantization.argument_types import check_type
 from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides, is_high_precision
-from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
+from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES
 from torch_fp8.quantization.wording import check_choice, suggestion
 
 _MOST_BYTES = 2**20
@@ -208,12 +208,5 @@ def _contradictions(config: Any) -> Iterator[str]:
         x, y = getattr(config, one), getattr(config, other)
         if x in values and (y in excluded if excluded else y):
             yield f"{one}={x!r} excludes {other}={y!r}: {reason}; leave one of them out"
-    recipes = SAVE_FORMATS.get(config.save_format, ("auto",))
-    if config.save_format and config.recipe not in ("auto", *recipes):
-        others = [name for name, able in SAVE_FORMATS.items() if config.recipe in able]
-        yield (
-            f"save_format={config.save_format!r} cannot express recipe={config.recipe!r}; use "
-            f"recipe={recipes[0]!r}, or save_format={others[0]!r}"
-        )
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
         yield "wgrad='bf16' excludes fast_accum=('wgrad',): that GEMM is no FP8 GEMM; leave one out"

@@ -54,6 +54,7 @@ REMOVED: dict[str, str] = {
     "a run goes back by its host's checkpoints",
     "moment_bits": "leave it out, moments have 8 bits; 4 bits cost loss",
     "residual_bits": "leave it out, residuals have 8 bits; fewer bits lost updates",
+    "save_format": "save as usual, and run torch-fp8 export on the saved folder",
     "save_attention": "leave it out, since it cost loss; checkpoint blocks to save more memory",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""

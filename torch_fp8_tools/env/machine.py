@@ -1,6 +1,6 @@
 """``torch-fp8 env``: describe and test what a machine and its software have for FP8 training.
 
-The GPUs of this machine, and the recipes that run natively on each.
+This module describes versions and GPUs, with the recipes that run natively on each GPU.
 """
 
 import argparse
@@ -27,17 +27,18 @@ from torch_fp8_tools.env.hosts import autoload, hosts
 from torch_fp8_tools.env.result import (
     FAILED,
     INFO,
-    MORE,
     OK,
     SUBJECTS,
     Result,
     last_line,
     lines,
     one_line,
-    paragraphs,
     summary,
 )
 from torch_fp8_tools.env.smoke import smoke
+
+_MORE = "\ntorch-fp8 env --all prints every line; --self-test tries everything"
+"""The end of a brief description."""
 
 
 def describe(options: argparse.Namespace) -> int:
@@ -69,7 +70,7 @@ def describe(options: argparse.Namespace) -> int:
         end = json.dumps({"ok": not status, "results": listed}, indent=2)
     else:
         end = summary(results)
-        end += "" if options.all or options.self_test else MORE
+        end += "" if options.all or options.self_test else _MORE
         logs = [f"{r.section}: {r.name}\n{r.log}" for r in results if r.log and r.status == FAILED]
         end = "\n\n".join([*logs, end])
     _print(f"{end}\n")
@@ -78,10 +79,9 @@ def describe(options: argparse.Namespace) -> int:
 
 def _show(results: Sequence[Result], options: argparse.Namespace) -> None:
     """Print sections as soon as they are known; JSON is printed at the end, as one object."""
-    if results and not options.json:
-        is_long = options.all or options.self_test
-        width = shutil.get_terminal_size((100 if is_long else 80, 24)).columns
-        _print((lines if is_long else paragraphs)(results, width))
+    shown = [result for result in results if options.all or not result.part]
+    if not options.json:
+        _print(lines(shown, shutil.get_terminal_size((100, 24)).columns))
 
 
 def _print(text: str) -> None:

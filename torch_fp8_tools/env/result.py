@@ -1,11 +1,11 @@
 """A line of the report of ``torch-fp8 env``."""
 
+import itertools
 import re
 import textwrap
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -26,7 +26,7 @@ class Result:
         detail: one line of text.
         seconds: the duration in seconds; 0 if it was not measured.
         log: a traceback and the printed output.
-        part: whether another line summarizes it; the brief list then omits it, unless it failed.
+        part: whether another line summarizes it, so that it is only printed on request.
     """
 
     section: str
@@ -52,45 +52,25 @@ def one_line(text: str) -> str:
 
 _MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
 _MOST_NAME_WIDTH = 48
-MORE = "\ntorch-fp8 env --all prints every line; --self-test tries everything"
-"""The end of a brief description."""
 
 
 def lines(results: Sequence[Result], width: int = 100) -> str:
     """Format `results` as a line each, of at most `width` columns unless a word is longer."""
-    parts = []
-    for section, members in _sections(results):
-        parts.append(f"{section}\n")
-        name_width = min(_MOST_NAME_WIDTH, max(len(result.name) for result in members))
-        for result in members:
-            head = f"  {result.name:<{name_width}} {_MARKS[result.status]:<8}"
+    wrapper = textwrap.TextWrapper(
+        max(width, 72), subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+    )
+    text = ""
+    for section, members in itertools.groupby(results, lambda result: result.section):
+        rows = list(members)
+        name_width = min(_MOST_NAME_WIDTH, max(len(result.name) for result in rows))
+        text += f"{section}\n"
+        for result in rows:
+            wrapper.initial_indent = f"  {result.name:<{name_width}} {_MARKS[result.status]:<8}"
             seconds = f" {result.seconds:.1f} s" if result.seconds >= 0.05 else ""
-            filled = _filled(f"{result.detail}{seconds}".strip(), max(width, 72), head, " " * 8)
-            parts.append(f"{filled.rstrip() or head.rstrip()}\n")
-        parts.append("\n")
-    return "".join(parts)
-
-
-def paragraphs(results: Sequence[Result], width: int = 80) -> str:
-    """Format `results` as a paragraph for each section, and a line for each failure."""
-    parts = []
-    for section, members in _sections(results):
-        parts.append(section)
-        names: dict[str, list[str]] = {}  # detail -> names: several cards share a detail
-        for result in members:
-            if result.status != FAILED and not result.part:
-                names.setdefault(result.detail, []).append(result.name)
-        texts = [
-            "; ".join(f"{', '.join(of)}: {detail}".rstrip(": ") for detail, of in names.items())
-        ]
-        texts += [f"FAILED {r.name}: {r.detail}" for r in members if r.status == FAILED]
-        parts += [_filled(text, width) for text in filter(None, texts)]
-    return "\n".join([*parts, ""])
-
-
-def _filled(text: str, width: int, first: str = "  ", indent: str = "  ") -> str:
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent, **options)
+            detail = f"{result.detail}{seconds}".strip()
+            text += f"{wrapper.fill(detail) or wrapper.initial_indent}".rstrip() + "\n"
+        text += "\n"
+    return text
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -100,10 +80,3 @@ def summary(results: Sequence[Result]) -> str:
     failed = [r.name for r in results if r.status == FAILED]
     named = f" ({', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''})" if failed else ""
     return f"{', '.join(counts)}{named}"
-
-
-def _sections(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    sections: dict[str, list[Result]] = {}
-    for result in results:
-        sections.setdefault(result.section, []).append(result)
-    return list(sections.items())

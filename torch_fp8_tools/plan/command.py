@@ -58,20 +58,14 @@ def headline(plan: Plan) -> str:
         "pipeline": setup.pipeline,
     }
     ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+    trained = f"LoRA of rank {setup.rank}" if setup.method == "lora" else "full training"
     many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"
     return (
-        f"{setup.name}, {plan.num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{setup.name}, {plan.num_params / 1e9:.2f} billion parameters, {trained}\n"
         f"{many}{f' ({ways})' if ways else ''}; {setup.micro_batch} x {setup.sequence} tokens"
         f"{f' x {setup.accumulate} micro-batches' if setup.accumulate > 1 else ''}"
         f"{', activation checkpointing' if setup.checkpointing else ''}; {setup.recipe}"
     )
-
-
-def what(setup: Setup) -> str:
-    """Describe the trained model."""
-    if setup.method == "lora":
-        return f"LoRA of rank {setup.rank}"
-    return "full training"
 
 
 def lines_of(plan: Plan) -> list[list[str]]:

@@ -1,24 +1,18 @@
-"""The bytes that a run holds between steps, and those that it sends, counted by the training code.
+"""The bytes of a run, counted by the training code on tensors without memory.
 
-Persistent bytes (weights, gradients, states) are those of the whole model. It is converted, sharded
-by FSDP2 over the run's number of ranks, of which this process is one, and counted by
-`torch_fp8.conversion.memory`. What a layer adds is the difference between a model with one layer of
-each kind and a model with one more.
+Bytes that persist between steps (weights, gradients, states) are those of the whole model. It is
+converted, sharded by FSDP2 over the run's number of ranks, of which this process is one, and
+counted by `torch_fp8.conversion.memory`.
 
-The bytes that exist only within a step, counted on tensors without memory.
-
-A model with a few layers runs one step (`torch_fp8_tools.plan.followed_step`). The step of a deeper
-model is put together from its parts: each of its layers has a twin among the few
-(`torch_fp8_tools.plan.layers`).
+Bytes that exist only within a step are counted in one step of a model with a few layers
+(`torch_fp8_tools.plan.followed_step`). The step of the whole model is put together from its parts:
+each layer has a twin among the few (`torch_fp8_tools.plan.layers`).
 """
 
 import dataclasses
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,43 +42,14 @@ def standing_bytes(setup: Setup, level: str) -> MemoryReport:
         setup: the planned run.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
-
-    def report(stage: str, layers: Sequence[int]) -> Counter[str]:
+    reports = []
+    for stage, layers in stages(setup):
         model = make_model(setup, level, layers)
         leave_stage(model, stage)
         with fake_ranks(setup.fsdp) as mesh:
             optimizers = prepare(model, setup, level, mesh)
-            counted = expected_memory(model, optimizers, summed=setup.accumulate > 1)
-        return Counter(dataclasses.asdict(counted))
-
-    counts = [by_layers(setup, layers, partial(report, stage)) for stage, layers in stages(setup)]
-    return max((MemoryReport(**each) for each in counts), key=lambda report: report.total)
-
-
-def by_layers(
-    setup: Setup, layers: Sequence[int], count: Callable[[Sequence[int]], Counter[Any]]
-) -> Counter[Any]:
-    """Count something of a model to which each layer of a kind adds the same.
-
-    Args:
-        setup: the planned run.
-        layers: the layers of the model.
-        count: takes layers, returns the count of a model with these only.
-    """
-    if not setup.layers.separate:
-        return count(layers)
-    alike: dict[Any, list[int]] = {}
-    for layer in layers:
-        alike.setdefault(setup.layers.contents[layer], []).append(layer)
-    few = [members[0] for members in alike.values()]
-    first = count(few)
-    total = Counter(first)
-    for members in alike.values():
-        if len(members) > 1:
-            more = count(sorted([*few, members[1]]))
-            for key in more:
-                total[key] += (more[key] - first[key]) * (len(members) - 1)
-    return total
+            reports.append(expected_memory(model, optimizers, summed=setup.accumulate > 1))
+    return max(reports, key=lambda report: report.total)
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:

@@ -180,10 +180,12 @@ _WHY = "torch-fp8 report needs matplotlib"
 
 
 def draw_map(heat: HeatMap) -> bytes:
-    """Draw a map of layers and steps as a PNG, with a line at each bound beside the colours."""
+    """Draw a map of layers and steps as a PNG, with a line at each bound next to the colors."""
     rows, columns, topic = len(heat.rows), len(heat.columns), heat.topic
     tall = min(max(0.19 * rows, 0.9), 8.5)
-    axes = _figure(tall + 0.75)
+    figure = imported("matplotlib.figure", _WHY).Figure((11, tall + 0.75), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(labelsize=8.5)
     norm, colours = colours_of(heat)
     shown = imported("numpy", _WHY).clip(heat.values, *topic.scale)  # an infinite value is an end
     image = axes.imshow(shown, colours, norm, aspect="auto", interpolation="nearest")
@@ -197,12 +199,14 @@ def draw_map(heat: HeatMap) -> bytes:
     thick = min(2.2, 0.35 * 72 * tall / rows)
     for row, first, last in heat.away:
         axes.hlines(row, first - 0.5, last + 0.5, color=AWAY, linewidth=thick)
-    bar = axes.figure.colorbar(image, ax=axes, fraction=0.02, pad=0.015, aspect=6.5 * tall)
+    bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.015, aspect=6.5 * tall)
     factor = 100 if topic.unit == " %" else 1
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{factor * value:,.6g}{topic.unit}")
     for bound in filter(math.isfinite, heat.bounds):
         bar.ax.axhline(bound, color=INK, linewidth=1.4)
-    return _finished(axes.figure)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=_DPI, format="png")
+    return file.getvalue()
 
 
 def colours_of(heat: HeatMap) -> tuple[Any, Any]:
@@ -222,17 +226,3 @@ def colours_of(heat: HeatMap) -> tuple[Any, Any]:
 def _cut(name: str) -> str:
     """Return a layer's name, cut at the start if it is too long for the map."""
     return name if len(name) <= _MOST_LETTERS else "\u2026" + name[1 - _MOST_LETTERS :]
-
-
-def _figure(height: float) -> Any:
-    """Return the axes of a figure of this height in inches."""
-    figure = imported("matplotlib.figure", _WHY).Figure((11, height), layout="constrained")
-    axes = figure.subplots()
-    axes.tick_params(labelsize=8.5)
-    return axes
-
-
-def _finished(figure: Any) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, dpi=_DPI, format="png")
-    return file.getvalue()

@@ -1,7 +1,4 @@
-"""The report of a run: its figures as PNGs, and its events and worst tensors as tables of text.
-
-The sub-command ``torch-fp8 report``.
-"""
+"""``torch-fp8 report``: a run's figures as PNGs, and its events and worst tensors as tables."""
 
 import argparse
 import math

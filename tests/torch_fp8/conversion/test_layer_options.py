@@ -189,11 +189,6 @@ def test_goes_through_json_environment_copies_and_repr(monkeypatch):
             "takes gradients in E4M3 only",
         ),
         (
-            {"overrides": {"a": {"recipe": "rowwise"}}, "save_format": "fine-grained"},
-            ValueError,
-            "cannot express recipe='rowwise'",
-        ),
-        (
             {"overrides": {"a": {"recipe": "delayed"}}, "backend": "transformer-engine"},
             ValueError,
             "which runs one recipe",

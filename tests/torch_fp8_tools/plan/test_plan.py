@@ -59,23 +59,6 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
     assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
 
 
-@pytest.mark.parametrize(
-    ("layout", "level", "degrees"),
-    [
-        ("llama", "O3", {"gpus": 2}),
-        ("qwen3", "bf16-mixed", {"gpus": 2}),
-        ("gpt_neox", "O2", {"accumulate": 2}),
-        ("gemma3_text", "O1", {"method": "lora", "rank": 2}),
-        ("qwen3_moe", "O3", {"gpus": 2, "pipeline": 2}),
-    ],
-)
-def test_what_a_few_layers_hold_says_what_all_hold(layout, level, degrees):
-    setup = make_setup(config_of(layout, 7), **SMALL, **degrees)
-    held = standing_bytes(setup, level)
-    setup.layers.separate = False  # nothing is left out
-    assert dataclasses.asdict(standing_bytes(setup, level)) == dataclasses.asdict(held)
-
-
 def test_no_layer_is_left_out_that_shares_weights_with_others():
     sizes = config_of("llama", 3).to_dict()
     sizes = {name: sizes[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")}
