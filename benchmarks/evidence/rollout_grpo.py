@@ -29,7 +29,8 @@ import torch
 from benchmarks.evidence import pretraining
 from benchmarks.evidence.rollout_logprobs import learned, write
 from benchmarks.rows import ROOT, add_csv
-from torch_fp8.nn.linear import Float8Layer, pause, resume
+from torch_fp8.monitor.fallback import pause, resume
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.recipe import RECIPES
 
 RESULTS = ROOT / "benchmarks/results/rollout_grpo.csv"

@@ -11,7 +11,7 @@ One rank measures for all ranks with the same kind of card
 (`torch_fp8.ops.one_rank.answer_of_one`). If a job has several kinds of cards, it fails
 when its ranks compare their configurations. A process that converts before a process group exists
 measures for itself, and the ranks compare their choices when the model is wrapped. If nothing is
-measured, `torch_fp8.ops.hardware.resolve_auto` decides.
+measured, `torch_fp8.ops.hardware.UNMEASURED` runs.
 """
 
 import json
@@ -34,7 +34,7 @@ from torch_fp8.conversion.layer_benchmark import (
 )
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.distributed.tensor_parallel.styles import gathers_features
-from torch_fp8.ops.hardware import card_name, resolve_auto, runs_natively
+from torch_fp8.ops.hardware import UNMEASURED, card_name, runs_natively
 from torch_fp8.ops.one_rank import answer_of_one, can_ask, in_several_ranks
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 
@@ -109,13 +109,13 @@ def choose_recipe(
     Raises:
         RuntimeError: see `torch_fp8.ops.one_rank.answer_of_one`.
     """
-    default, names = resolve_auto(device), candidates(config, device)
+    names = candidates(config, device)
     by_tensor = config.communication != "off" and any(map(gathers_features, layers.values()))
     if by_tensor:
         names = tuple(name for name in names if name == "tensorwise")
     reason = _why_not_measured(config, names) if layers else "there is no layer to measure"
     if reason is not None:
-        return RecipeChoice(default, config.tokens, not_measured=reason)
+        return RecipeChoice(UNMEASURED, config.tokens, not_measured=reason)
     shapes = layer_shapes(model, layers)
     readers = [*groups, *((name,) for name in layers if not any(name in g for g in groups))]
     alone: set[Readers] = {(shape,) for shape in shapes.values()}
@@ -134,7 +134,7 @@ def choose_recipe(
         answer_of_one(question, lambda: _timed(device, distinct, time, config.tokens))
     )
     if "failure" in answer:
-        return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
+        return RecipeChoice(UNMEASURED, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
     measured = _Measured(shapes, dict(zip(distinct, times, strict=True)))
     return _choice(readers, measured, config.tokens)
@@ -229,7 +229,7 @@ def _timed(
         layer = " + ".join(map(str, shapes))
         failure = f"timing a layer of {layer} failed ({type(error).__name__}: {line})"
         warnings.warn(
-            f"FP8Config(recipe='auto') runs {resolve_auto(device)!r} without measuring: {failure}. "
+            f"FP8Config(recipe='auto') runs {UNMEASURED!r} without measuring: {failure}. "
             f"Name a recipe to skip measuring, or fewer tokens than {tokens}",
             stacklevel=2,
         )

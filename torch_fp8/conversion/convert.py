@@ -49,11 +49,10 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import watch_first_steps
 from torch_fp8.nn.transformer_engine import (
     NOT_SHARDED,
-    RECIPES,
     check_transformer_engine,
     place_regions,
 )
-from torch_fp8.ops.hardware import check_device, check_driver, resolve_auto, runs_natively
+from torch_fp8.ops.hardware import UNMEASURED, check_device, check_driver, runs_natively
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import Recipe
@@ -269,11 +268,7 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
         ValueError: `device` cannot run the recipe, or no kernel can start there.
         ImportError: Triton, or Transformer Engine if `config` asks for it, is not installed.
     """
-    name = config.recipe
-    if name == "auto":
-        name = resolve_auto(device)
-        name = name if name in RECIPES or not _is_te(config) else "tensorwise"
-    recipe = recipe_of(config, name)
+    recipe = recipe_of(config, UNMEASURED if config.recipe == "auto" else config.recipe)
     if _is_te(config):
         check_transformer_engine(device, recipe.name)
     else:

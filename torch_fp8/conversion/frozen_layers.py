@@ -151,16 +151,19 @@ def freeze_weights(
     for name, module in model.named_modules():
         if not isinstance(module, FrozenStorage):
             continue
-        if not (_is_taken_over(module) or meant(module)):
+        held = module.frozen_weights
+        taken_over = bool(held) and module.fp8.frozen is None
+        if not (taken_over or meant(module)):
             continue
-        reason = None if module.frozen_weights else refusals(module)
+        reason = None if held else refusals(module)
         if reason is not None:
             refused = tuple((full, reason) for full in _names(name, module))
             report = replace(NOTHING, kept=refused)
         else:
             is_sharded = any(isinstance(w, DTensor) for w in module.fp8_weights)
-            waits = waits or (is_sharded and not module.frozen_weights)
-            report = _freeze(name, module, recipe, emulate, notice)
+            waits = waits or (is_sharded and not held)
+            payload = held["weight"].payload if taken_over else None
+            report = _freeze(name, module, recipe, emulate, notice, payload)
         if isinstance(module, Float8Experts):
             experts += report
         else:
@@ -180,30 +183,23 @@ def _freeze(
     recipe: Recipe,
     emulate: bool,
     notice: ThawNotice,
+    payload: FrozenPayload | None,
 ) -> FreezeReport:
     """Store the weights of one module as FP8 only; experts run their own recipe.
 
-    An output layer gets a single scale, with which its loss multiplies.
+    An output layer gets a single scale, with which its loss multiplies. `payload` is the bytes that
+    a layer took over while it ran another recipe.
     """
     if isinstance(module, Float8Experts):
         recipe, emulate = module.fp8.recipe, module.fp8.emulate
-    elif isinstance(module, OutputLayer) and not _is_taken_over(module):
+    elif isinstance(module, OutputLayer) and payload is None:
         recipe = make_recipe("tensorwise", power_of_two_weights=True)
-    held, payload = module.frozen_weights, None
-    before = _thawed_bytes(module.fp8_weights)
     numel = sum([local(w).numel() for w in module.fp8_weights])
-    if _is_taken_over(module):
-        payload = held["weight"].payload
-        before = payload.num_bytes
-    if payload is not None or not held:
+    before = _thawed_bytes(module.fp8_weights) if payload is None else payload.num_bytes
+    if payload is not None or not module.frozen_weights:
         module.freeze_weights(recipe, emulate, notice, payload)
     after = sum(w.payload.num_bytes for w in module.frozen_weights.values()) or numel
     return FreezeReport(_names(name, module), (), recipe, numel, before, after)
-
-
-def _is_taken_over(module: FrozenStorage) -> bool:
-    """Return whether a module got stored bytes, but still runs another recipe."""
-    return bool(module.frozen_weights) and module.fp8.frozen is None
 
 
 def _names(name: str, module: FrozenStorage) -> tuple[str, ...]:

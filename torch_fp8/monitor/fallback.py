@@ -13,7 +13,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.monitor.alarm import Crossing, layer_of
 from torch_fp8.monitor.parameters import GatedMLPs, Layers
-from torch_fp8.nn.linear import Float8Layer, is_paused, pause, resume
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.hardware import check_device, runs_natively
 from torch_fp8.quantization.recipe import RECIPES, Recipe
 
@@ -87,8 +87,7 @@ class Fallback:
             if fallen and finer is None:
                 pause(layer)
                 continue
-            if is_paused(layer):
-                resume(layer)
+            resume(layer)
             recipe = self._original[name]
             if fallen and finer is not None:
                 recipe = replace(finer, smooth=recipe.smooth)
@@ -123,3 +122,21 @@ def _check_finer(name: str, layer: Float8Layer, config: FP8Config) -> None:
             f"gathered for recipe {layer.fp8.recipe.name!r}; use on_alarm='bf16'"
         )
     check_device(layer.weight.device, config.on_alarm, config.emulate)
+
+
+def pause(layer: Float8Layer) -> None:
+    """Run a layer in high precision from now on; a second call has no effect.
+
+    The layer keeps its class, its buffers and its keys in checkpoints. The modules that produce its
+    input and gather its weight already check `Float8Layer.runs_fp8`.
+    """
+    if not layer.fp8.paused:
+        layer.fp8.payloads.forget()
+        layer.fp8.paused = True
+
+
+def resume(layer: Float8Layer) -> None:
+    """Run a paused layer in FP8 again, with empty histories: it recorded nothing meanwhile."""
+    if layer.fp8.paused:
+        layer.fp8.paused = False
+        layer.reset_scaling()

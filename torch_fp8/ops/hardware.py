@@ -24,6 +24,13 @@ _CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 
 
 _MIN_CUDA_OF_BLOCKS = (12, 9)
+UNMEASURED = "tensorwise"
+"""Recipe of ``auto`` if nothing is measured, on every device.
+
+Published measurements on Hopper show it as the fastest recipe that uses the present tensor's scale,
+and the CPU uses what Hopper does. If a measurement on another architecture differs, it belongs
+here.
+"""
 
 
 def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
@@ -69,17 +76,6 @@ def _check(card: str, capability: tuple[int, int], recipe_name: str, cuda: tuple
 def runs_natively(device: torch.device, recipe_name: str) -> bool:
     """Return whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
     return device.type == "cuda" and reason_not_native(device, recipe_name) is None
-
-
-def resolve_auto(device: torch.device) -> str:
-    """Return the recipe for ``auto`` on `device` if nothing is measured.
-
-    Today this is tensorwise everywhere. Published measurements on Hopper show it as the fastest
-    recipe that uses the present tensor's scale, and the CPU uses what Hopper does. If a measurement
-    on another architecture differs, it belongs here.
-    """
-    del device
-    return "tensorwise"
 
 
 def backend_name(device: torch.device, emulated: bool) -> str:

@@ -198,7 +198,7 @@ def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Cal
         if not isinstance(results, tuple):
             return results
         float32 = torch.float32
-        return tuple(args[0].new_empty(0, dtype=float32) if t is None else t for t in results)
+        return tuple([args[0].new_empty(0, dtype=float32) if t is None else t for t in results])
 
     return of_flat
 

@@ -224,8 +224,7 @@ DELAYED = {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recen
     ],
     ids=str,
 )
-def test_recipes(te, monkeypatch, options, name, expected):
-    monkeypatch.setattr("torch_fp8.conversion.convert.resolve_auto", lambda device: "rowwise")
+def test_recipes(te, options, name, expected):
     linear = nn.Linear(32, 32)
     convert_to_float8(linear, FP8Config(backend=TE.backend, **options))
     linear(torch.ones(16, 32))
