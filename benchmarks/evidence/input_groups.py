@@ -38,7 +38,8 @@ from torch_fp8.quantization.scaling import scale_from_amax
 MODULE = "benchmarks.evidence.input_groups"
 RESULTS = ROOT / "benchmarks/results/input_groups.csv"
 RECIPES = ("tensorwise", "blockwise")
-APART, GROUPED = "apart", "grouped"
+APART, GROUPED, ALL = "apart", "grouped", "gate and up, too"
+"""Runs of layers one by one, of groups behind norms alone (earlier code), and of all groups."""
 COLUMNS = [
     *("recipe", "model", "layers", "seed", "steps", "loss"),
     *("torch", "transformers", "commit", "date", "command"),
@@ -76,7 +77,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for model in arguments.models:
             for recipe in arguments.recipes:
-                for layers in (APART, GROUPED):
+                for layers in (APART, ALL):
                     if (recipe, model, layers, seed) in losses(arguments.csv):
                         continue
                     start = time.perf_counter()
@@ -189,17 +190,18 @@ def losses(path: object) -> dict[tuple[str, str, str, int], float]:
 
 def print_summary(known: dict[tuple[str, str, str, int], float]) -> None:
     for recipe in RECIPES:
-        differences: dict[str, dict[int, float]] = {}
-        for (of, model, layers, seed), loss in known.items():
-            apart = known.get((of, model, APART, seed))
-            if of == recipe and layers == GROUPED and apart is not None:
-                differences.setdefault(model, {})[seed] = 100 * (loss / apart - 1)
-        for model, by_seed in differences.items():
-            _print(f"{recipe} {model}", list(by_seed.values()))
-        seeds = [set(by_seed) for by_seed in differences.values()]
-        common = set.intersection(*seeds) if seeds else set()
-        means = [statistics.mean(d[seed] for d in differences.values()) for seed in sorted(common)]
-        _print(f"{recipe}, mean of {len(differences)} models", means)
+        for groups in (GROUPED, ALL):
+            differences: dict[str, dict[int, float]] = {}
+            for (of, model, layers, seed), loss in known.items():
+                apart = known.get((of, model, APART, seed))
+                if of == recipe and layers == groups and apart is not None:
+                    differences.setdefault(model, {})[seed] = 100 * (loss / apart - 1)
+            for model, by_seed in differences.items():
+                _print(f"{recipe} {model}, {groups}", list(by_seed.values()))
+            seeds = [set(by_seed) for by_seed in differences.values()]
+            common = sorted(set.intersection(*seeds)) if seeds else []
+            means = [statistics.mean(d[seed] for d in differences.values()) for seed in common]
+            _print(f"{recipe}, mean of {len(differences)} models, {groups}", means)
 
 
 def _print(name: str, values: list[float]) -> None:

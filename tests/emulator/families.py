@@ -119,6 +119,7 @@ def _gradients_at_edges() -> None:
 def _producers_at_edges(ops: Any) -> None:
     producers.check_norm(ops, "cpu", (1, 160), "inf", few=True)
     producers.check_swiglu(ops, "cpu", (48, 1), "zeros", smooth=False, few=True)
+    producers.check_gate_up(ops, "cpu", (17, 144), gate_first=False, few=True)
 
 
 def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:

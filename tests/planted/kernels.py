@@ -49,6 +49,14 @@ FAULTS = {
         "scale = tl.maximum(scale, tl.load(scale_c_ptr))",
         "scale = tl.maximum(scale, scale)",
     ),
+    ("torch_fp8/kernels/swiglu_backward.py", f"{_EMULATED}[producers at edges]"): (
+        "the gradients of gate and up change places in one matrix",
+        "(0, cols) if gate_first else (cols, 0)",
+        "(0, cols)",
+        "the second gradient in one matrix is not transposed",
+        "ROW, COL, dgate_start + cols)",
+        "ROW, COL, cols)",
+    ),
     ("torch_fp8/kernels/quantize_kernels.py", f"{_EMULATED}[sums]"): (
         "partial sums behind the first block are left out",
         "for start in range(0, num_partials, BLOCK_R):",
