@@ -152,7 +152,7 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
             producers.check_norm_once, ops, "cpu", (17, 272), "tensorwise", finds_amax=True
         ),
         "norm backward": partial(producers.check_norm_backward, ops, "cpu", WHOLE, True),
-        "producers at edges": partial(_producers_at_edges, ops),
+        "edges": partial(_producers_at_edges, ops),
         "producers of strided inputs": partial(producers.check_strides, ops),
         "swiglu": partial(producers.check_swiglu, ops, "cpu", WHOLE, "inf", True, **few),
         "smoothing": partial(producers.check_smoothing, ops, "cpu", ODD, "gaussian"),

@@ -49,7 +49,7 @@ FAULTS = {
         "scale = tl.maximum(scale, tl.load(scale_c_ptr))",
         "scale = tl.maximum(scale, scale)",
     ),
-    ("torch_fp8/kernels/swiglu_backward.py", f"{_EMULATED}[producers at edges]"): (
+    ("torch_fp8/kernels/swiglu_backward.py", f"{_EMULATED}[edges]"): (
         "the gradients of gate and up change places in one matrix",
         "(0, cols) if gate_first else (cols, 0)",
         "(0, cols)",
