@@ -148,10 +148,12 @@ class FP8Config:
         loss_head (str): the output layer together with its cross entropy. ``bf16`` computes the
             loss and its gradients in chunks of tokens, so that no logits are in memory, with the
             products of an unconverted layer. ``fp8`` runs these three products in FP8, too.
+            ``auto``: ``fp8`` for a layer whose weight is frozen in a model that is trained, as
+            under LoRA, else ``bf16``; the conversion decides, and nothing changes it within a run.
             ``off``: the layer returns logits as without this package. The pattern ``lm_head`` of
             `skip` does not decide about the head, but any other pattern of `skip`, or an override
             to high precision, that names it leaves it alone. ``skip=()`` means ``fp8``. See
-            docs/loss_head.md. Default: ``"bf16"``.
+            docs/loss_head.md. Default: ``"auto"``.
         emulate (bool): run GEMMs that the hardware cannot run natively through the reference path.
             The CPU always emulates. Default: ``False``.
         backend (str): implementation of the GEMMs of linear layers: ``torch``, with this package's
@@ -212,7 +214,7 @@ class FP8Config:
     eval_fp8: bool = option(True, of="layer")
     skip: tuple[str, ...] = option(("lm_head",))
     overrides: dict[str, Any] = field(default_factory=Overrides)
-    loss_head: str = option("bf16", choices=("bf16", "fp8", "off"), of="torch")
+    loss_head: str = option("auto", choices=("auto", "bf16", "fp8", "off"), of="torch")
     emulate: bool = option(False, of="torch")
     backend: str = option("torch", choices=("torch", "transformer-engine"))
     monitor: int = option(0, least=0, of="torch")

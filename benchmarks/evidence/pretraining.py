@@ -7,14 +7,19 @@
 
     python -m benchmarks.evidence.pretraining --level O2 --bf16-last 0.2 --hidden 512 --layers 6 \\
         --steps 1000 --learning-rate 1e-3 --output runs/pretraining/19M-O2-0.2-seed0  # 19 million
+    python -m benchmarks.evidence.pretraining --level O2 --classes 4096 --loss-head fp8 \\
+        --output runs/pretraining/head-fp8-seed0  # the smallest output layer that is converted
 
-A run whose folder has a result is not run again, and an interrupted run continues from the last of
-the states that it writes every 50 steps. So a list of such commands can be continued.
+A run becomes a row of the CSV, with a result in its folder. A run whose folder has a result is not
+run again, and an interrupted run continues from the last of the states that it writes every 50
+steps. So a list of such commands can be continued.
 """
 
 import argparse
+import datetime
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -28,13 +33,18 @@ from transformers import (
 
 from benchmarks.comparison import stdlib_corpus, tiny_llama
 from benchmarks.comparison.code_tokenizer import END, train_tokenizer
+from benchmarks.rows import add_csv, append_rows, commit
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 from torch_fp8.conversion.forward_precision import LastSteps, unscheduled
 
 STEPS = 3000
 LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS, STEPS_BETWEEN_STATES = 3e-3, 4, 128, 256, 50
-SHAPE = 128, 2
-"""The hidden size and the number of layers."""
+SHAPE, CLASSES = (128, 2), 1024
+"""The hidden size and the number of layers; the size of the tokenizer's vocabulary."""
+COLUMNS = [
+    *("run", "seed", "steps", "parameters", "bytes_per_parameter", "train_loss", "held_out_loss"),
+    *("torch", "commit", "date", "command"),
+]
 
 
 def main() -> None:
@@ -50,16 +60,20 @@ def main() -> None:
         "far apart chance alone carries them",
     )
     parser.add_argument("--bf16-last", type=float, default=0.0, help="see FP8Config")
+    parser.add_argument("--loss-head", help="see FP8Config; none: its default")
+    parser.add_argument("--classes", type=int, default=CLASSES, help="of the vocabulary")
     parser.add_argument("--hidden", type=int, default=SHAPE[0])
     parser.add_argument("--layers", type=int, default=SHAPE[1])
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--output", type=Path, required=True)
+    add_csv(parser, "pretraining")
     arguments = parser.parse_args()
     if (arguments.output / "result.json").exists():
         return
     config = None
     if arguments.level is not None:
-        config = FP8Config(opt_level=arguments.level, bf16_last=arguments.bf16_last)
+        options = {"loss_head": arguments.loss_head} if arguments.loss_head else {}
+        config = FP8Config(opt_level=arguments.level, bf16_last=arguments.bf16_last, **options)
     shape = arguments.hidden, arguments.layers
     arguments.output.mkdir(parents=True, exist_ok=True)
     state = arguments.output / "state.pt"
@@ -71,9 +85,31 @@ def main() -> None:
         shape,
         arguments.learning_rate,
         state,
+        arguments.classes,
     )
+    append_rows(arguments.csv, COLUMNS, [row_of(arguments, result)])
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
     state.unlink(missing_ok=True)
+
+
+def row_of(arguments: argparse.Namespace, result: dict) -> dict:
+    """Return the row of a run: its level and options, its losses, and its command."""
+    run = [arguments.level or "bf16"]
+    run += [f"loss_head={arguments.loss_head}"] if arguments.loss_head else []
+    run += [f"bf16_last={arguments.bf16_last}"] if arguments.bf16_last else []
+    places = {"--output", "--csv"}
+    words = [w for a, w in zip(sys.argv, sys.argv[1:], strict=False) if not {a, w} & places]
+    return {
+        "run": ", ".join(run),
+        **{name: getattr(arguments, name) for name in ("seed", "steps")},
+        "parameters": result["parameters"],
+        "bytes_per_parameter": f"{result['bytes_per_parameter']:.2f}",
+        "train_loss": f"{result['final_train_loss']:.6f}",
+        "held_out_loss": f"{result['final_eval_loss']:.6f}",
+        **{"torch": torch.__version__, "commit": commit()},
+        **{"date": datetime.date.today().isoformat()},
+        "command": " ".join(["python -m benchmarks.evidence.pretraining", *words]),
+    }
 
 
 def pretrain(
@@ -84,6 +120,7 @@ def pretrain(
     shape: tuple[int, int] = SHAPE,
     learning_rate: float = LEARNING_RATE,
     state: Path | None = None,
+    classes: int = CLASSES,
 ) -> dict:
     """Train from scratch and return losses, bytes per parameter and seconds.
 
@@ -95,9 +132,10 @@ def pretrain(
         shape: hidden size and number of layers.
         learning_rate: after the warm-up.
         state: file with the run's state, which is read if it exists and written every 50 steps.
+        classes: size of the tokenizer's vocabulary.
     """
     started = time.perf_counter()
-    tokens, held_out, vocab_size = corpus()
+    tokens, held_out, vocab_size = corpus(classes)
     torch.manual_seed(seed)
     model = tiny_llama.build(vocab_size, *shape, pad_token_id=0, eos_token_id=1)
     with torch.no_grad():
@@ -141,6 +179,7 @@ def pretrain(
     tail = losses[-max(1, steps // 10) :]
     return {
         "steps": steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "bytes_per_parameter": memory,
         "final_train_loss": sum(tail) / len(tail),
         "losses": losses,
@@ -149,11 +188,11 @@ def pretrain(
     }
 
 
-def corpus() -> tuple[Tensor, Tensor, int]:
+def corpus(classes: int = CLASSES) -> tuple[Tensor, Tensor, int]:
     """Return tokens of a quarter of the standard library and of its held-out files, and the
     vocabulary.
     """
-    tokenizer, texts = tokenizer_and_texts()
+    tokenizer, texts = tokenizer_and_texts(classes)
     streams = [
         torch.tensor([i for ids in tokenizer([t + END for t in part])["input_ids"] for i in ids])
         for part in texts.values()
@@ -161,12 +200,14 @@ def corpus() -> tuple[Tensor, Tensor, int]:
     return streams[0], streams[1], len(tokenizer)
 
 
-def tokenizer_and_texts() -> tuple[PreTrainedTokenizerFast, dict[bool, list[str]]]:
+def tokenizer_and_texts(
+    classes: int = CLASSES,
+) -> tuple[PreTrainedTokenizerFast, dict[bool, list[str]]]:
     """Return the corpus's tokenizer and files, by whether they are held out."""
     texts: dict[bool, list[str]] = {False: [], True: []}
     for path in stdlib_corpus.source_files(one_in=4):
         texts[stdlib_corpus.is_held_out(path)].append(path.read_text(encoding="utf-8"))
-    return train_tokenizer(texts[False], 1024), texts
+    return train_tokenizer(texts[False], classes), texts
 
 
 def windows(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:

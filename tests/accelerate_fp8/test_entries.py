@@ -59,7 +59,7 @@ def test_trainers_of_transformers_and_trl_run_fp8_gemms(run, tiny_model):
         if name != "lora":
             assert trained > 0, name
             assert evaluated > 0, name
-    # 14 linear layers, 2 steps, three GEMMs each; q, k, and v share two, and so do gate and up.
+    # 14 linear layers, 2 steps, three GEMMs each; q, k, v share two of theirs, and so do gate, up.
     assert counts["trainer"][0] == (14 * 3 - 2 * 6) * 2
     # TRL recomputes activations by default.
     assert counts["sft"][0] == (14 * 4 - 2 * 6) * 2

@@ -48,8 +48,11 @@ FAULTS = {
         f"{_STOCK}::test_the_gradient_of_the_weight_is_in_float32_once",
     ): (
         "the weight's gradient is scaled in a second float32 tensor",
-        "    if in_place and (grad.is_cpu or grad.dtype == dtype):",
-        "    if in_place and grad.dtype == dtype:",
+        "        return grad.mul_(factor).to(dtype)",
+        "        return (grad * factor).to(dtype)",
+        "a gradient that one product computes is summed in float32",
+        "    narrow = weight.dtype == dtype != torch.float32 and wgrad and not options.fp8\n",
+        "    narrow = False\n",
     ),
     ("torch_fp8/ops/head_products.py", f"{_STOCK}::test_losses_and_gradients_equal_stocks"): (
         "the last chunk's gradient of the weight replaces those before",

@@ -4,11 +4,12 @@ _TESTS = "tests/torch_fp8/loss_head"
 _READS, _LOSSES = f"{_TESTS}/test_logits_reads.py", f"{_TESTS}/test_logits_losses.py"
 _BREAKS = f"{_TESTS}/test_head_graph_breaks.py"
 _GRAPHS = f"{_TESTS}/test_head_compiled.py"
+_FROZEN, _RANKS = f"{_TESTS}/test_frozen_head.py", f"{_TESTS}/test_head_ranks.py"
 FAULTS = {
     ("torch_fp8/nn/head_call.py", _READS): (
         "logits are computed in the grad mode of their reader",
-        "with torch.set_grad_enabled(self.requires_grad and not self.is_written):",
-        "with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_written):",
+        "        grad_mode = self.requires_grad and not self.is_written\n",
+        "        grad_mode = torch.is_grad_enabled() and not self.is_written\n",
         "logits are computed in the autocast state of their reader",
         "        with torch.autocast(**self.autocast):\n            return",
         "        if True:\n            return",
@@ -80,8 +81,42 @@ FAULTS = {
         f"{_TESTS}/test_head_models.py::test_options_and_the_summary",
     ): (
         "a pattern of the user that names the head does not count",
-        "        if named or high_precision_pattern(name, config) is not None:",
-        "        if high_precision_pattern(name, config) is not None:",
+        "        if named or high_precision_pattern(name, config) or",
+        "        if high_precision_pattern(name, config) or",
+    ),
+    ("torch_fp8/conversion/output_layers.py", _FROZEN): (
+        "the reference of a trained model has another output layer",
+        "and (trains or isinstance(module, Float8Layer))",
+        "",
+        "an override of an output layer's products is not run in its loss",
+        "getattr(own, option) != getattr(config, option)",
+        "False",
+    ),
+    ("torch_fp8/conversion/frozen_layers.py", _FROZEN): (
+        "a frozen output layer is stored with scales that its loss does not take",
+        "isinstance(module, OutputLayer) and not _is_taken_over(module)",
+        "False",
+    ),
+    ("torch_fp8/nn/output_layer.py", _FROZEN): (
+        "an output layer in FP8 counts as bypassed",
+        "            self.fp8.called = True\n        return self.logits_of(x)",
+        "            pass\n        return self.logits_of(x)",
+        "an output layer that was unfrozen trains in FP8 in silence",
+        "            _warn_of_training(head.name)\n",
+        "            pass\n",
+    ),
+    ("torch_fp8/nn/output_layer.py", _RANKS): (
+        "an output layer that FSDP2 gathers in FP8 has its logits in memory",
+        "(fp8 and not in_graph and isinstance(weight, QuantizableTensor))",
+        "False",
+    ),
+    ("torch_fp8/nn/head_call.py", _RANKS): (
+        "a read after backward leaves FSDP2's weight gathered, so that a forward runs old values",
+        "                gathered.reshard()\n",
+        "                pass\n",
+        "logits of before a step are computed with the shards of after it",
+        "            self.is_lost = True\n",
+        "            pass\n",
     ),
     ("torch_fp8/nn/graph_logits.py", _GRAPHS): (
         "a loss in a graph ignores that its logits were written",

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
-from torch_fp8.conversion.detect_gated_mlp import down_projections
+from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
-from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
@@ -25,10 +24,15 @@ from torch_fp8.conversion.fused_layers import (
     NO_PRODUCERS,
     Producers,
     convert_producers,
+    find_readers,
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
-from torch_fp8.conversion.output_layers import convert_output_layers, revert_output_layers
+from torch_fp8.conversion.output_layers import (
+    convert_output_layers,
+    frozen_output_layers,
+    revert_output_layers,
+)
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.revert import (
     keep_scaling_local,
@@ -39,7 +43,7 @@ from torch_fp8.conversion.revert import (
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.expert_adapters import take_adapters
-from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import QUANTIZED, is_ligers, is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import watch_first_steps
@@ -102,7 +106,7 @@ def convert_to_float8(
     own = layer_options(in_fp8, config)
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
-    heads = convert_output_layers(model, config)
+    heads = convert_output_layers(model, config, frozen_output_layers(model, config))
     frozen, fused = _finish(model, config, target, bool(layers.converted))
     defer_logits(model)  # replaces forwards, which conversion otherwise takes for the user's
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
@@ -143,7 +147,7 @@ def _choose(
         return None, recipe
     free = [name for name in products if name not in own or own[name].recipe == "auto"]
     linear = {name: products[name] for name in free if is_linear(products[name])}
-    choice = choose_recipe(model, linear, config, target)
+    choice = choose_recipe(model, linear, find_readers(model, linear, config), config, target)
     if choice.not_measured is None:
         recipe = recipe_of(config, choice.recipe)
         check_device(target, recipe.name, config.emulate)  # another rank's card may be better
@@ -182,10 +186,8 @@ def _swap(
     for name, module, reason in products:
         reason = slower.get(name) if reason is None else reason
         if reason is not None:
-            if isinstance(module, Float8Layer):  # a second conversion that skips more
+            if isinstance(module, FrozenStorage):  # a second conversion that skips more
                 to_stock(module)
-            elif isinstance(module, Float8Experts):
-                experts_to_stock(module)
             layers.skipped.append(SkippedModule(name, reason))
             continue
         options = own.get(name, config)

@@ -1,11 +1,12 @@
 """Conversion of output layers, which then return logits that their loss needs no memory for."""
 
+from collections.abc import Container
 from typing import Any
 
 from torch import nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.layer_options import high_precision_pattern
+from torch_fp8.conversion.layer_options import high_precision_pattern, layer_options
 from torch_fp8.nn.class_swap import remove_mixin
 from torch_fp8.nn.deferred_logits import restore_forwards
 from torch_fp8.nn.layer_filter import is_ligers, matches, output_layer, quantized_by
@@ -16,40 +17,79 @@ from torch_fp8.nn.output_layer import OutputLayer, add_loss_head
 FEWEST_CLASSES = 4096
 """Classes of the smallest converted layer; smaller logits cost less than their chunks."""
 _DEFAULT = "lm_head"
+_OF_PRODUCTS = ("recipe", "wgrad", "grad_format", "fast_accum")
 _BLOCKS = (nn.ModuleList, nn.ModuleDict)
 
 
-def convert_output_layers(model: nn.Module, config: FP8Config) -> dict[str, str]:
+def convert_output_layers(
+    model: nn.Module, config: FP8Config, frozen: Container[str] = ()
+) -> dict[str, str]:
     """Convert the output layers of `model` in place.
 
     An output layer is what ``get_output_embeddings`` of a model returns, a linear layer that shares
     its weight with an embedding, or else the model's last linear layer if it is outside of repeated
     blocks. Layers with fewer than 4,096 classes stay as they are, as do layers that a pattern of
-    `config.skip` other than ``lm_head`` or an override to high precision names.
+    `config.skip` other than ``lm_head`` names, or an override to high precision or to products
+    other than the model's.
 
     Args:
         model: model whose linear layers are already converted.
         config: configuration of the model.
+        frozen: names of the layers that run in FP8 because their weights are frozen.
     Returns:
-        what computes the loss of each, ``bf16``, ``fp8`` or ``liger`` (Liger Kernel, in the model's
-        forward), by the layer's qualified name.
+        what computes the loss of each, ``bf16``, ``fp8``, ``liger`` or ``trl`` (these libraries, in
+        the model's forward), by the layer's qualified name.
     """
     if config.loss_head == "off" or config.backend != "torch":
         return {}
-    theirs = {id(output_layer(module)) for module in model.modules() if is_ligers(module)}
-    heads = {}
+    others, heads = _others(model), {}
     for name, module in find_output_layers(model).items():
         named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
-        if named or high_precision_pattern(name, config) is not None:
+        if named or high_precision_pattern(name, config) or _has_own_products(name, config):
             continue
         if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
             continue
-        if id(module) in theirs:
-            heads[name] = "liger"
+        if id(module) in others:
+            heads[name] = others[id(module)]
             continue
-        add_loss_head(module, name, model)
+        add_loss_head(module, name, model, was_frozen=name in frozen)
         heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
     return heads
+
+
+def frozen_output_layers(model: nn.Module, config: FP8Config) -> dict[str, Any]:
+    """Return the output layers that ``loss_head="auto"`` runs in FP8, by qualified name.
+
+    Their weights are frozen, and other parameters of the model are trained: a model that trains
+    nothing is often the reference of a trained one, whose output layer it has to match. Layers that
+    already run in FP8 keep it as long as their weights are frozen. Liger Kernel's and TRL's losses
+    read the weight, and take it in BF16.
+    """
+    if config.loss_head != "auto" or config.backend != "torch":
+        return {}
+    trains = any(p.requires_grad for p in model.parameters())
+    others = _others(model)
+    return {
+        name: module
+        for name, module in find_output_layers(model).items()
+        if not module.weight.requires_grad and (trains or isinstance(module, Float8Layer))
+        if id(module) not in others
+    }
+
+
+def _others(model: nn.Module) -> dict[int, str]:
+    """Return the libraries whose own losses replace output layers, by the layers' ids."""
+    return {
+        id(output_layer(module)): "trl" if _is_trls(module) else "liger"
+        for module in model.modules()
+        if is_ligers(module) or _is_trls(module)
+    }
+
+
+def _is_trls(module: nn.Module) -> bool:
+    """Return whether TRL has given a model its fused output layer, with the original's metadata."""
+    code = getattr(getattr(vars(module).get("forward"), "__func__", None), "__code__", None)
+    return code is not None and code.co_name == "_fused_forward"
 
 
 def revert_output_layers(model: nn.Module) -> None:
@@ -77,6 +117,12 @@ def find_output_layers(model: nn.Module) -> dict[str, Any]:
         if not any(isinstance(owner, _BLOCKS) for owner in owners):
             named = {name: module}
     return {n: m for n, m in named.items() if m.out_features >= FEWEST_CLASSES}
+
+
+def _has_own_products(name: str, config: FP8Config) -> bool:
+    """Return whether an override gives a layer products that the loss would not run."""
+    own = layer_options([name], config).get(name, config)
+    return any(getattr(own, option) != getattr(config, option) for option in _OF_PRODUCTS)
 
 
 def _is_plain_linear(module: nn.Linear) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import expert_reason, routers
 from torch_fp8.conversion.layer_options import high_precision_pattern
+from torch_fp8.conversion.output_layers import frozen_output_layers
 from torch_fp8.conversion.report import SkippedModule
 from torch_fp8.nn.layer_filter import (
     ADAPTER,
@@ -76,10 +77,13 @@ def select(
 def _products(
     model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
 ) -> Iterator[Product]:
-    skip = config.skip
-    if config.loss_head == "fp8":  # it decides about the output layer
-        skip = tuple(pattern for pattern in skip if pattern != "lm_head")
-    kept_high = high_precision_modules(model, skip) | routers(model)
+    without_head = tuple(pattern for pattern in config.skip if pattern != "lm_head")
+    skip = without_head if config.loss_head == "fp8" else config.skip  # it decides about the head
+    kept_high = high_precision_modules(model, skip)
+    frozen = set(frozen_output_layers(model, config).values())
+    for head in frozen:
+        kept_high.pop(head, None)
+    kept_high |= routers(model)
     kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)
     for name, module in model.named_modules():
         if not is_linear(module):
@@ -93,7 +97,8 @@ def _products(
                 why = why or expert_reason(name, module, config, recipe.name, device)
                 yield from (Product(full, module, why) for full in stacked)
             continue
-        reason = skip_reason(name, module, skip, kept_high)
+        patterns = without_head if module in frozen else skip
+        reason = skip_reason(name, module, patterns, kept_high)
         if reason is None:
             reason = high_precision_pattern(name, config)
         if reason is None and config.backend == "transformer-engine":

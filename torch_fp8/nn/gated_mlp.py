@@ -1,7 +1,7 @@
 """`Float8GatedMLP`: ``down(silu(gate(x)) * up(x))``, whose product reaches down in FP8.
 
 Conversion picks modules whose own forward is exactly this formula
-(`torch_fp8.conversion.detect_gated_mlp`). gate and up are two layers, or one layer whose output
+(`torch_fp8.conversion.detect_producers`). gate and up are two layers, or one layer whose output
 holds both. The children are called as before, so that hooks, adapters and parallel styles on them
 keep working. Only the product is computed here, and x is cast once for gate and up.
 

@@ -6,9 +6,10 @@ notices writes to them.
 Legend: H hidden features, V classes.
 """
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class HeadCall:
         bias: (V,) or None.
         precision: ``bf16`` or ``fp8``, that of the products.
         owner: the layer's state, with functions `gather`, which gathers a weight that FSDP2 has
-            freed, and `note`, which gets the bytes of logits that were computed, 0 if a loss was
-            fused, and the name of the function that read them.
+            freed and returns the module to reshard, and `note`, which gets the bytes of logits that
+            were computed, 0 if a loss was fused, and the name of the function that read them.
         linear: function of input, weight and bias that returns the layer's plain output.
         autocast: state of the call, see `autocast_state`, or None for the current one.
 
@@ -40,6 +41,7 @@ class HeadCall:
         dtype: dtype of the logits.
         is_read: whether plain logits exist, so that everything else uses them.
         is_fused: whether a loss was computed without logits.
+        is_lost: whether an optimizer has written the shards of a weight that FSDP2 had freed.
         reader: name of the function that reads the logits.
         begins: hooks of FSDP2 and Fabric that run when the backward of the logits begins.
         logits: all logits that were recorded and still exist.
@@ -64,7 +66,7 @@ class HeadCall:
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
         self.versions = self._versions()
         self.address = _address(weight)
-        self.is_read = self.is_fused = self.is_written = False
+        self.is_read = self.is_fused = self.is_written = self.is_lost = False
         self.reader = ""
         self.begins: list[Any] = []
         self.logits: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -82,7 +84,10 @@ class HeadCall:
         """
         if self.is_read or self.is_written or not self.logits or not self.is_unchanged():
             return
-        if not self.weight.requires_grad or self.is_freed:
+        if not self.weight.requires_grad:
+            return
+        if self.is_freed:
+            self.is_lost = True
             return
         dtype = self.dtype if self.precision == "bf16" else stored(self.weight).dtype
         with torch.no_grad():
@@ -94,7 +99,7 @@ class HeadCall:
     def is_unchanged(self) -> bool:
         address = _address(self.weight)
         moved = self.address is not None and address is not None and address != self.address
-        return not moved and self._versions() == self.versions
+        return not (moved or self.is_lost) and self._versions() == self.versions
 
     def _versions(self) -> list[Any]:
         return [t.halves.version if isinstance(t, SplitWeight) else t._version for t in self.inputs]
@@ -102,22 +107,33 @@ class HeadCall:
     @property
     def is_freed(self) -> bool:
         """Whether FSDP2 has freed the weight."""
-        return type(self.weight) in _PLAIN and not self.weight.untyped_storage().nbytes()
+        return not memory_of(self.weight).untyped_storage().nbytes()
 
-    def check(self) -> None:
-        """Gather a weight that FSDP2 has freed; raise RuntimeError if an input was written."""
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Gather a weight that FSDP2 has freed, and free it again at the end.
+
+        Raises:
+            RuntimeError: an input was written since the call, or no module gathers the weight.
+        """
         if not self.is_unchanged():
             raise RuntimeError(
                 f"the weight or the input of '{self.name}' was written after its forward, but its "
                 "logits, which are computed at their first use, are used only now; read them "
                 "before the write, or train with FP8Config(loss_head='off')"
             )
-        if self.is_freed and not self.gather(self.weight):
+        gathered = self.gather(self.weight) if self.is_freed else None
+        if self.is_freed:
             raise RuntimeError(
                 f"FSDP2 has freed the weight of '{self.name}', from which the logits are computed "
                 "at their first use; call the loss within the model's forward, or train with "
                 "FP8Config(loss_head='off')"
             )
+        try:
+            yield
+        finally:
+            if gathered is not None:
+                gathered.reshard()
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the plain logits of the unconverted layer."""
@@ -125,12 +141,12 @@ class HeadCall:
             return self.linear(hidden, weight, bias)
 
     def dense(self) -> Tensor:
-        self.check()
-        if not self.is_fused:
-            sizes = self.hidden.numel() // self.hidden.shape[-1], self.weight.shape[0]
-            self.note(math.prod(sizes) * self.dtype.itemsize, self.reader)
-        self.is_read = True
-        with torch.set_grad_enabled(self.requires_grad and not self.is_written):
+        grad_mode = self.requires_grad and not self.is_written
+        with self.present(), torch.set_grad_enabled(grad_mode):
+            if not self.is_fused:
+                sizes = self.hidden.numel() // self.hidden.shape[-1], self.weight.shape[0]
+                self.note(math.prod(sizes) * self.dtype.itemsize, self.reader)
+            self.is_read = True
             logits = self.multiply(self.hidden, self.weight, self.bias)
         for hook in self.begins if logits.requires_grad else ():
             logits.register_hook(hook)
@@ -145,6 +161,11 @@ def autocast_state(device: str) -> dict[str, Any]:
         dtype = torch.get_autocast_dtype(device)
         return {"device_type": device, "enabled": True, "dtype": dtype}
     return {"device_type": device, "enabled": False}
+
+
+def memory_of(weight: Tensor) -> Tensor:
+    """Return the tensor whose memory holds a weight, the bytes of one in FP8."""
+    return getattr(weight, "qdata", weight)
 
 
 def _address(weight: Tensor) -> int | None:

@@ -298,15 +298,15 @@ class _Handle(torch.autograd.Function):
         call, needs = ctx.recorded.call, ctx.needs_input_grad[1:4]
         if grad is None:  # from `Touched`
             return None, None, None, None, None
-        call.check()
-        inputs = [
-            None if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip((call.hidden, call.weight, call.bias), needs, strict=True)
-        ]
-        with torch.enable_grad():
-            logits = ctx.recorded.replay(*inputs)
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        grads = iter(torch.autograd.grad(logits, wanted, to_plain(grad)))
+        with call.present():
+            inputs = [
+                None if t is None else t.detach().requires_grad_(needed)
+                for t, needed in zip((call.hidden, call.weight, call.bias), needs, strict=True)
+            ]
+            with torch.enable_grad():
+                logits = ctx.recorded.replay(*inputs)
+            wanted = [t for t in inputs if t is not None and t.requires_grad]
+            grads = iter(torch.autograd.grad(logits, wanted, to_plain(grad)))
         return None, *(next(grads) if needed else None for needed in needs), None
 
 

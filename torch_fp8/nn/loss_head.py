@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd import current_pass
 from torch_fp8.autograd.current_pass import autocast_dtype, in_high_precision, output_dtype
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
-from torch_fp8.nn.loss_function import loss_in_graph, token_losses_in_graph
+from torch_fp8.nn.loss_function import loss_in_graph, payload_of, token_losses_in_graph
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.ops.linear_cross_entropy import HeadOptions
 from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -234,7 +235,7 @@ def _reason_for_stock(
     shapes = shapes and labels.shape == hidden.shape[:-1]
     shapes = shapes and (bias is None or bias.shape == weight.shape[:1])
     integer = labels.dtype in (torch.int64, torch.uint8)
-    encoded = isinstance(weight, SplitWeight | Float8FrozenWeight)
+    encoded = isinstance(weight, SplitWeight | QuantizableTensor)
     dtypes = {x.dtype for x in (None if encoded else weight, bias) if x is not None}
     fitting = options.fp8 or autocast_dtype(hidden.device.type) is not None
     fitting = fitting or dtypes <= {options.dtype}
@@ -265,11 +266,7 @@ def _operands(
     """Return hidden (T, H), weight, the scale of a frozen weight, and bias, as plain tensors."""
     hidden, scale = hidden.reshape(-1, hidden.shape[-1]), None
     if isinstance(weight, Float8FrozenWeight):
-        payload = weight.payload
-        if payload.spec.granularity == "tensorwise" and not payload.first_row:
-            weight, scale = weight.qdata, weight.scale
-        else:
-            weight = weight.dequantize()
+        weight, scale = payload_of(weight)
     elif isinstance(weight, SplitWeight):
         exact = options.dtype == torch.float32 and not options.fp8
         weight = weight.clone() if exact else half(weight)

@@ -18,11 +18,12 @@ from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transform
 from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
 from torch_fp8.nn.deferred_logits import fuses
 from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
-from torch_fp8.nn.head_call import HeadCall, autocast_state
+from torch_fp8.nn.head_call import HeadCall, autocast_state, memory_of
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.logit_steps import logits_of
 from torch_fp8.nn.loss_head import Precision
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -40,6 +41,7 @@ class HeadFP8:
     Args:
         name: qualified name of the layer.
         model: the converted model, in which FSDP2's modules are searched.
+        was_frozen: whether the layer runs in FP8 because its weight was frozen at the conversion.
 
     Attributes:
         fused: number of losses that were computed without logits.
@@ -50,8 +52,8 @@ class HeadFP8:
 
     step: tuple[str, str] | None = None
 
-    def __init__(self, name: str, model: nn.Module) -> None:
-        self.name, self.model = name, weakref.ref(model)
+    def __init__(self, name: str, model: nn.Module, was_frozen: bool = False) -> None:
+        self.name, self.model, self.was_frozen = name, weakref.ref(model), was_frozen
         self.fused = self.reads = 0
         self.warned = False
 
@@ -73,27 +75,47 @@ class HeadFP8:
         """Whether logits are worth waiting with: a loss has used them, or may."""
         return self.fused > 0 or self.reads < _MOST_READS
 
-    def gather(self, weight: Tensor) -> bool:
-        """Gather a weight that FSDP2 has freed; return False if no module has it."""
+    def gather(self, weight: Tensor) -> Any:
+        """Gather a weight that FSDP2 has freed; return the module to reshard, None if none has it.
+
+        A module that stays gathered would run the next forward with the values of before a step.
+        """
         model = self.model()
-        for module in () if model is None else model.modules():
-            if is_fsdp_class(type(module)):
-                module.unshard()
-                if weight.untyped_storage().nbytes():
-                    return True
-        return False
+        modules = [] if model is None else list(model.modules())
+        sharded = [m for m in reversed(modules) if is_fsdp_class(type(m))]
+        for module in sorted(sharded, key=self._is_below, reverse=True):  # the innermost first
+            module.unshard()
+            if memory_of(weight).untyped_storage().nbytes():
+                return module
+            module.reshard()
+        return None
+
+    def _is_below(self, module: nn.Module) -> bool:
+        return any(vars(child).get("loss_head") is self for child in module.modules())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "fused": 0, "reads": 0, "warned": False}
+        state = {"name": self.name, "was_frozen": self.was_frozen}
+        return {**state, "fused": 0, "reads": 0, "warned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, model=lambda: None)
 
 
-def add_loss_head(module: Any, name: str, model: nn.Module) -> None:
-    """Turn a linear layer of `model` into an `OutputLayer`, in place."""
+def add_loss_head(module: Any, name: str, model: nn.Module, was_frozen: bool = False) -> None:
+    """Turn a linear layer of `model` into an `OutputLayer`, in place; see `HeadFP8`."""
     add_mixin(module, OutputLayer)
-    module.loss_head = HeadFP8(name, model)
+    module.loss_head = HeadFP8(name, model, was_frozen)
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_training(name: str) -> None:
+    """Warn that a layer is trained in FP8; in graphs this runs once, when they are traced."""
+    warnings.warn(
+        f"the weight of the output layer '{name}' was frozen at the conversion, so its products "
+        "run in FP8 (loss_head='auto'); it is trained now, and they still do. To train it in BF16, "
+        "pass FP8Config(loss_head='bf16'), or unfreeze it before the conversion",
+        stacklevel=2,
+    )
 
 
 class OutputLayer(nn.Module):
@@ -113,6 +135,10 @@ class OutputLayer(nn.Module):
     def _uncomputed(self, input: Tensor) -> Any:
         """Return logits that are not computed yet, or None if this forward computes them."""
         head, in_graph = self.loss_head, torch.compiler.is_compiling()
+        if head.was_frozen and self.weight.requires_grad:
+            _warn_of_training(head.name)
+            if not in_graph:
+                head.was_frozen = False
         waits = fuses(head.step) if in_graph else head.waits
         if not (self.training and torch.is_grad_enabled() and waits):
             return None
@@ -131,6 +157,7 @@ class OutputLayer(nn.Module):
         # Eager code reads the half of a weight in two; some versions of Dynamo read the weight.
         usual = is_plain(weight) or (in_graph and isinstance(weight, SplitWeight))
         usual = usual or (fp8 and isinstance(weight, Float8FrozenWeight | SplitWeight))
+        usual = usual or (fp8 and not in_graph and isinstance(weight, QuantizableTensor))
         usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
             return None
@@ -141,6 +168,8 @@ class OutputLayer(nn.Module):
             logits = super().forward(input)
             graph: Any = GraphCall(self, x, self._precision)
             return GraphLogits.of(logits, Recorded(graph, x, logits, logits.ndim - 1))
+        if isinstance(self, Float8Layer):
+            self.fp8.called = True
         return self.logits_of(x)
 
     @property

@@ -45,6 +45,8 @@ class HeadOptions(NamedTuple):
             scale of the payload is a constant.
         wants_entropy, wants_dgrad, wants_wgrad, wants_bgrad: which results to compute.
         chunk: number of tokens that have logits at the same time; 0: by their memory.
+        narrow_wgrad: whether the gradient of the weight is rounded to `dtype` by the product,
+            because one chunk has all tokens, instead of summed in float32.
     """
 
     dtype: torch.dtype
@@ -56,6 +58,7 @@ class HeadOptions(NamedTuple):
     wants_wgrad: bool
     wants_bgrad: bool
     chunk: int
+    narrow_wgrad: bool = False
 
     def tokens(self, tokens: int, classes: int) -> int:
         """Return the number of tokens of a chunk; all chunks are about equally long."""
@@ -144,7 +147,9 @@ class Head:
         )
         if grad_hidden is not None:
             torch.mm(logits, self.weight, out=grad_hidden)  # (M, V) @ (V, H)
-        if grad_weight is not None:
+        if grad_weight is not None and options.narrow_wgrad:
+            _product_of(grad_weight, logits, h)
+        elif grad_weight is not None:
             _add_product(grad_weight, logits, h)
         if grad_bias is not None:
             grad_bias += logits.sum(0, dtype=torch.float32)
@@ -165,6 +170,16 @@ def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
         wide = h.float()
         for part in _row_parts(total):
             total[part].addmm_(grad[:, part].t().float(), wide)
+
+
+def _product_of(result: Tensor, grad: Tensor, h: Tensor) -> None:
+    """Write ``grad^T h``, (V, M) @ (M, H), summed in float32 and rounded once."""
+    if registry.on_cuda(grad) and not grad.is_cpu:
+        torch.mm(grad.t(), h, out=result)
+    else:
+        wide = h.float()
+        for part in _row_parts(result):
+            result[part] = grad[:, part].t().float() @ wide
 
 
 def _row_parts(x: Tensor) -> list[slice]:

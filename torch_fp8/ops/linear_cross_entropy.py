@@ -41,6 +41,7 @@ def _fake(
 ) -> Results:
     (tokens, features), classes, float32 = hidden.shape, weight.shape[0], torch.float32
     known = terms.lse is not None
+    of_weight = options.dtype if options.narrow_wgrad else float32
 
     def empty(wanted: bool, *shape: int, dtype: torch.dtype = float32) -> Tensor | None:
         return hidden.new_empty(shape, dtype=dtype) if wanted else None
@@ -50,7 +51,7 @@ def _fake(
         empty(not known, tokens),
         empty(options.wants_entropy and not known, tokens),
         empty(options.wants_dgrad, tokens, features, dtype=options.dtype),
-        empty(options.wants_wgrad, classes, features),
+        empty(options.wants_wgrad, classes, features, dtype=of_weight),
         empty(options.wants_bgrad, classes),
     )
 
@@ -90,7 +91,8 @@ def linear_softmax_loss(
         options: other arguments.
     Returns:
         loss, lse and entropy (T,) float32; gradients of hidden (T, H) in `options.dtype`, of weight
-        (V, H) and of bias (V,) in float32. None: not requested.
+        (V, H) in float32, or `options.dtype` if it is narrow, and of bias (V,) in float32. None:
+        not requested.
     Raises:
         IndexError: on the CPU, if a label is neither a class nor `ignore_index`; on CUDA the
             kernel that looks it up fails, as in torch.
@@ -130,11 +132,11 @@ def _check_labels(label: Tensor, classes: int) -> None:
 def _flops(
     hidden_shape: tuple[int, int],
     weight_shape: tuple[int, int],
-    *args: object,
+    *args: Any,
     out_shape: object = None,
     **_: object,
 ) -> int:
     """Count the products' FLOPs for ``torch.utils.flop_counter``."""
-    wants_dgrad, wants_wgrad = args[-4], args[-3]
-    products = 1 + bool(wants_dgrad) + bool(wants_wgrad)
+    options = HeadOptions(*args[-len(HeadOptions._fields) :])
+    products = 1 + bool(options.wants_dgrad) + bool(options.wants_wgrad)
     return 2 * hidden_shape[0] * hidden_shape[1] * weight_shape[0] * products

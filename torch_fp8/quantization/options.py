@@ -129,7 +129,8 @@ def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None
             errors.append(error)
     if len(errors) == len(tried):
         raise type(errors[0])(f"{where}: {errors[0]}") from errors[0]
-    if pattern in config.skip and not is_high_precision(options):
+    skip = set(config.skip) - ({"lm_head"} if config.loss_head == "fp8" else set())
+    if pattern in skip and not is_high_precision(options):
         raise ValueError(
             f"{where} gives options to layers that skip={config.skip!r} keeps in high precision; "
             f"remove {pattern!r} from one of the two"

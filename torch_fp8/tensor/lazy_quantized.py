@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor
-from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors, wrapper
 from torch_fp8.tensor.producer import LazySource, modifies
 from torch_fp8.tensor.quantizer import Quantizer, matrix, source_of, with_source
 
@@ -63,9 +63,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         cls, production: LazySource, shape: Sequence[int], dtype: torch.dtype
     ) -> "LazyQuantizedTensor":
         device, size = production.sources[0].device, torch.Size(shape)
-        self: LazyQuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=dtype, device=device
-        )
+        self: LazyQuantizedTensor = wrapper(cls, size, dtype, device)
         self.production, self.outer_shape, self.outer_dtype = production, size, dtype
         return self
 

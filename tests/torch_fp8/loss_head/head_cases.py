@@ -55,6 +55,8 @@ def _steps(model, loss_of, optimizer=None, autocast=True):
         if not grads:
             for name, parameter in model.named_parameters():
                 grad = parameter.grad
+                if grad is None:
+                    continue
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
                 grads[name.removeprefix("module.")] = grad.detach().to_dense().float().clone()
         if optimizer is not None:
@@ -173,6 +175,61 @@ def case_fsdp_levels():
             numels.append(numel)
         difference = float(((losses[1] - losses[0]) / losses[0]).abs().max())
         results[level] = difference, numels[1] < 96 * V
+    return results
+
+
+def case_fsdp_fp8():
+    """Heads in FP8, stored and sharded in FP8 or not, beside one whose logits are in memory."""
+    results = {}
+    for stored in ("fp8", "keep", "trained"):
+        for loss_of in (_in_model, _outside):
+            losses, numels = [], []
+            for loss_head in ("off", "fp8" if stored == "trained" else "auto"):
+                torch.manual_seed(0)
+                options = {"skip": () if loss_head == "off" else ("lm_head",)}
+                options |= {} if stored == "trained" else {"frozen_weights": stored}
+                config = FP8Config("tensorwise", opt_level="O2", loss_head=loss_head, **options)
+                model = WithLoss()
+                model.lm_head.weight.requires_grad_(stored == "trained")
+                wrapped = _fsdp(model, config, loss_of, reshard_after_forward=True)
+                loss, grads, numel = _steps(*wrapped)
+                losses.append(loss)
+                numels.append(numel)
+            difference = float(((losses[1] - losses[0]) / losses[0]).abs().max())
+            has_gradient = "lm_head.weight" in grads
+            results[f"{stored} {loss_of.__name__}"] = difference, numels[1] < 96 * V, has_gradient
+    return results
+
+
+def case_reads_after_backward():
+    """Losses and reads of a few steps with logits in memory, and uncomputed, by when they are read.
+
+    A weight that stays gathered is not gathered again after a step.
+    """
+    results = {}
+    for when in ("before the step", "after it"):
+        for loss_head in ("off", "bf16"):
+            torch.manual_seed(0)
+            config = FP8Config("tensorwise", opt_level="O1", loss_head=loss_head)
+            model = _fsdp(WithLoss(), config, _outside, reshard_after_forward=True)[0]
+            optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+            values = []
+            for _ in range(3):
+                tokens, labels = batch(RANK)
+                logits = model(tokens)["logits"]
+                loss = _loss(logits, labels)
+                loss.backward()
+                values.append(float(loss))
+                if when == "before the step":
+                    values.append(float(logits.float().abs().sum()))
+                optimizer.step()
+                optimizer.zero_grad()
+                if when == "after it":
+                    try:
+                        values.append(float(logits.float().abs().sum()))
+                    except RuntimeError as error:
+                        values.append(str(error))
+            results[f"{when}, {loss_head}"] = values
     return results
 
 

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.internals import LazyLogits, OutputLayer, sqnr_db
 from tests.torch_fp8.loss_head.logits_cases import Largest, V, batch, is_fused, small_chunks
@@ -307,6 +308,26 @@ def test_a_loss_of_liger_kernel_stays_its_own():
     assert report.loss_heads == {"lm_head": "liger"}
     assert "loss head lm_head: as Liger Kernel computes it" in str(report)
     assert type(model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["trained", "LoRA"])
+def test_a_loss_of_trl_stays_its_own(adapted):
+    model = _model()
+    add_fused_lm_head(model)
+    inner = model
+    if adapted:  # a frozen layer, whose weight TRL multiplies by in BF16
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    for _ in range(2):
+        report = convert_to_float8(model, FP8Config("tensorwise"))
+        assert set(report.loss_heads.values()) == {"trl"}
+        assert "lm_head: as TRL computes it" in str(report)
+        assert type(inner.lm_head) is torch.nn.Linear
+        assert type(inner.lm_head.weight) is torch.nn.Parameter
+    tokens, labels = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(tokens, labels=labels, fused_lm_head=True)
+        output.loss.backward()
+    assert output.log_probs.shape == (4, 23)
 
 
 def test_copies_and_pickles_of_a_model_keep_the_head():

@@ -44,3 +44,20 @@ def test_logits_of_a_freed_weight_gather_it_again(ranks):
     for freed, total in ranks["read_after_reshard"]:
         assert freed
         assert total > 0
+
+
+def test_heads_in_fp8_under_fsdp(ranks):
+    for results in ranks["fsdp_fp8"]:
+        for name, (difference, fused, has_gradient) in results.items():
+            assert difference <= 5e-3, (name, difference)
+            assert fused, name
+            assert has_gradient == name.startswith("trained"), name
+
+
+def test_reads_after_backward_leave_no_weight_gathered(ranks):
+    for results in ranks["reads_after_backward"]:
+        want, got = (results[f"before the step, {kind}"] for kind in ("off", "bf16"))
+        assert got == pytest.approx(want, rel=1e-4)
+        want, got = (results[f"after it, {kind}"] for kind in ("off", "bf16"))
+        assert got[::2] == pytest.approx(want[::2], rel=1e-4)
+        assert all("was written after its forward" in error for error in got[1::2])

@@ -13,6 +13,7 @@ import torch_fp8
 from tests.internals import split_parameter
 from tests.torch_fp8.loss_head.heads import BF16, Head, decibels
 from torch_fp8 import linear_cross_entropy, linear_log_probs
+from torch_fp8.ops import head_products
 from torch_fp8.ops.linear_cross_entropy import HeadOptions
 
 WEIGHTS = torch.rand(1000, generator=torch.Generator().manual_seed(1)) * 2
@@ -39,7 +40,8 @@ def _stock_products(stock_bf16_products):
 
 
 def ours(head, **options):
-    return linear_cross_entropy(*head.tensors[:2], head.labels, head.bias, chunk=48, **options)
+    options = {"chunk": 48, **options}
+    return linear_cross_entropy(*head.tensors[:2], head.labels, head.bias, **options)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16], ids=str)
@@ -49,12 +51,13 @@ def test_losses_and_gradients_equal_stocks(name, dtype):
     if options.get("ignore_index") is not None:
         head.labels[::7] = 7
     want, want_grads = head.run(lambda: head.stock(**options), grad=0.5)
-    loss, grads = head.run(lambda: ours(head, **options), grad=0.5)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
-    for got, expected, tensor in zip(grads, want_grads, head.tensors, strict=True):
-        assert got.dtype == tensor.dtype
-        assert decibels(got, expected) >= (100 if dtype == torch.float32 else 45)
+    for chunk in (48, 112):  # three chunks, and one
+        loss, grads = head.run(lambda c=chunk: ours(head, chunk=c, **options), grad=0.5)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+        for got, expected, tensor in zip(grads, want_grads, head.tensors, strict=True):
+            assert got.dtype == tensor.dtype
+            assert decibels(got, expected) >= (100 if dtype == torch.float32 else 45)
 
 
 def test_a_gradient_of_the_loss_multiplies_in_float32():
@@ -286,7 +289,9 @@ def test_a_checkpoint_computes_gradients_in_its_second_pass_alone(monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(grads, want, strict=True))
 
 
-def test_the_gradient_of_the_weight_is_in_float32_once():
+@pytest.mark.parametrize(("chunk", "number"), [(32, 1), (112, 0)], ids=["chunks", "one chunk"])
+def test_the_gradient_of_the_weight_is_in_float32_once(chunk, number, monkeypatch):
+    monkeypatch.setattr(head_products, "_STEP", 2**12)  # else a part is the whole
     head, storages = Head(), []
     wide = head.tensors[1].shape, torch.float32
 
@@ -299,8 +304,10 @@ def test_the_gradient_of_the_weight_is_in_float32_once():
             return result
 
     with Wide():
-        ours(head)
-    assert len({storage.data_ptr() for storage in storages}) == 1
+        loss = ours(head, chunk=chunk)
+        loss.backward()
+    assert len({storage.data_ptr() for storage in storages}) == number
+    assert decibels(head.weight.grad, head.run(head.stock)[1][1]) >= 45
 
 
 def test_a_second_backward_computes_the_same_gradients():
