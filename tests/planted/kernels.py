@@ -3,6 +3,7 @@
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
 _SHUFFLED = "tests/emulator/test_kernels.py::test_in_a_random_order"
 _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
+_EDGES = "tests/emulator/test_kernels.py::test_in_lockstep[edges]"
 _SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
 _GRAPHS = "tests/emulator/test_graphs.py"
 FAULTS = {
@@ -71,7 +72,7 @@ FAULTS = {
         "scale = tl.maximum(scale, tl.load(scale_c_ptr))",
         "scale = tl.maximum(scale, scale)",
     ),
-    ("torch_fp8/kernels/swiglu_backward.py", f"{_EMULATED}[edges]"): (
+    ("torch_fp8/kernels/swiglu_backward.py", _EDGES): (
         "the gradients of gate and up change places in one matrix",
         "(0, cols) if gate_first else (cols, 0)",
         "(0, cols)",

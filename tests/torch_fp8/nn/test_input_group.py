@@ -759,8 +759,9 @@ def test_a_graph_shares_backward_products(scales, readers):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             model(x).float().square().sum().backward()
+        least = 15 if readers is Gated else 20  # a gradient of gate has been rounded three times
         for name, parameter in model.named_parameters():
-            assert sqnr_db(parameter.grad.float(), grads[name]) > 20, name
+            assert sqnr_db(parameter.grad.float(), grads[name]) > least, name
         optimizer.step()
         optimizer.zero_grad()
     assert graphs[-2:] == ([3, 4] if readers is Gated else [3, 2])
