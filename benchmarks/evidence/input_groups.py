@@ -2,6 +2,7 @@
 
     nice -n 19 python -m benchmarks.evidence.input_groups     # from the repository's root
     nice -n 19 python -m benchmarks.evidence.input_groups --scales
+    nice -n 19 python -m benchmarks.evidence.input_groups --gradients
 
 Models, data and the ten paired seeds are those of `small_models_loss`, at level O2. A finished run
 becomes a row of the CSV at once, and a row that is there is not run again. At the end the paired
@@ -9,6 +10,9 @@ difference of each model and of their mean is printed, with its 95 % interval.
 
 ``--scales`` measures what the one scale of a group costs each member, on weights and gradients of
 stock BF16 models after 1 step and after 1,000: SQNR of the member's own scale, and of the group's.
+
+``--gradients`` measures gradients of a norm in front of q, k, v, and in front of a gated MLP,
+against float64: SQNR of layers one by one, and of groups.
 """
 
 import argparse
@@ -38,7 +42,8 @@ from torch_fp8_tools.metrics import sqnr_db
 MODULE = "benchmarks.evidence.input_groups"
 RESULTS = ROOT / "benchmarks/results/input_groups.csv"
 RECIPES = ("tensorwise", "blockwise")
-APART, GROUPED = "apart", "grouped"
+APART, GROUPED, ALL = "apart", "grouped", "gate and up, too"
+"""Runs of layers one by one, of groups behind norms alone (earlier code), and of all groups."""
 COLUMNS = [
     *("recipe", "model", "layers", "seed", "steps", "loss"),
     *("torch", "transformers", "commit", "date", "command"),
@@ -50,6 +55,12 @@ SCALE_COLUMNS = [
     *("model", "steps", "layer", "operand", "format", "share_of_amax", "own_db", "group_db"),
     *("torch", "transformers", "commit", "date", "command"),
 ]
+GRADIENTS = ROOT / "benchmarks/results/input_groups_gradients.csv"
+GRADIENT_COLUMNS = [
+    *("layers", "seed", "gradient", "apart_db", "group_db"),
+    *("torch", "transformers", "commit", "date", "command"),
+]
+WIDTH, TOKENS = 512, 768
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Quantile 0.975 of Student's t, by degrees of freedom."""
 
@@ -60,11 +71,19 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["tensorwise"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     parser.add_argument("--scales", action="store_true", help="measure what a shared scale costs")
+    parser.add_argument(
+        "--gradients", action="store_true", help="measure gradients of one backward"
+    )
     add_csv(parser, "input_groups")
     arguments = parser.parse_args()
     tell_kept(arguments.csv)
     os.environ.pop("TORCH_FP8_CONFIG", None)
     torch.set_num_threads(1)
+    if arguments.gradients:
+        for kind in READERS:
+            for seed in arguments.seeds:
+                append_rows(arguments.csv, GRADIENT_COLUMNS, gradient_errors(kind, seed))
+        return
     if arguments.scales:
         for model in arguments.models:
             for steps in (1, 1000):
@@ -76,7 +95,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for model in arguments.models:
             for recipe in arguments.recipes:
-                for layers in (APART, GROUPED):
+                for layers in (APART, ALL):
                     if (recipe, model, layers, seed) in losses(arguments.csv):
                         continue
                     start = time.perf_counter()
@@ -102,6 +121,64 @@ def train(recipe: str, model: str, layers: str, seed: int) -> float:
         if layers == APART:
             stack.enter_context(mock.patch.object(fused_layers, "can_group", return_value=False))
         return small.train(model, recipe, seed)
+
+
+class Readers(nn.Module):
+    """q, k, v of grouped-query attention, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH // 4, bias=False) for _ in "kv")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+class MLP(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 1408, bias=False) for _ in "gu")
+        self.down_proj, self.act_fn = nn.Linear(1408, WIDTH, bias=False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+READERS: dict[str, type[nn.Module]] = {"q, k, v": Readers, "gated MLP": MLP}
+
+
+def gradient_errors(kind: str, seed: int) -> list[dict[str, object]]:
+    """Return a row for each gradient of one backward."""
+    torch.manual_seed(seed)
+    stock = nn.Sequential(nn.RMSNorm(WIDTH, eps=1e-6), READERS[kind]()).bfloat16()
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    models = {"exact": copy.deepcopy(stock).double(), APART: stock}
+    models[ALL] = copy.deepcopy(stock)
+    convert_to_float8(models[ALL], FP8Config(recipe="tensorwise", opt_level="O1"))
+    with mock.patch.object(fused_layers, "can_group", return_value=False):
+        convert_to_float8(models[APART], FP8Config(recipe="tensorwise", opt_level="O1"))
+    grads: dict[str, dict[str, Tensor]] = {}
+    for name, model in models.items():
+        inputs = x.clone().to(model[0].weight.dtype).requires_grad_()
+        y = model(inputs)
+        torch.manual_seed(seed + 1000)
+        y.backward(torch.randn(y.shape, dtype=torch.bfloat16).to(y.dtype))
+        grads[name] = {"input": inputs.grad, **{n: p.grad for n, p in model.named_parameters()}}
+    return [
+        {
+            "layers": kind,
+            "seed": seed,
+            "gradient": name,
+            "apart_db": f"{float(sqnr_db(exact, grads[APART][name])):.3f}",
+            "group_db": f"{float(sqnr_db(exact, grads[ALL][name])):.3f}",
+            **_origin("--gradients"),
+        }
+        for name, exact in grads["exact"].items()
+    ]
 
 
 def scale_costs(model: str, steps: int) -> list[dict[str, object]]:
@@ -189,17 +266,18 @@ def losses(path: object) -> dict[tuple[str, str, str, int], float]:
 
 def print_summary(known: dict[tuple[str, str, str, int], float]) -> None:
     for recipe in RECIPES:
-        differences: dict[str, dict[int, float]] = {}
-        for (of, model, layers, seed), loss in known.items():
-            apart = known.get((of, model, APART, seed))
-            if of == recipe and layers == GROUPED and apart is not None:
-                differences.setdefault(model, {})[seed] = 100 * (loss / apart - 1)
-        for model, by_seed in differences.items():
-            _print(f"{recipe} {model}", list(by_seed.values()))
-        seeds = [set(by_seed) for by_seed in differences.values()]
-        common = set.intersection(*seeds) if seeds else set()
-        means = [statistics.mean(d[seed] for d in differences.values()) for seed in sorted(common)]
-        _print(f"{recipe}, mean of {len(differences)} models", means)
+        for groups in (GROUPED, ALL):
+            differences: dict[str, dict[int, float]] = {}
+            for (of, model, layers, seed), loss in known.items():
+                apart = known.get((of, model, APART, seed))
+                if of == recipe and layers == groups and apart is not None:
+                    differences.setdefault(model, {})[seed] = 100 * (loss / apart - 1)
+            for model, by_seed in differences.items():
+                _print(f"{recipe} {model}, {groups}", list(by_seed.values()))
+            seeds = [set(by_seed) for by_seed in differences.values()]
+            common = sorted(set.intersection(*seeds)) if seeds else []
+            means = [statistics.mean(d[seed] for d in differences.values()) for seed in common]
+            _print(f"{recipe}, mean of {len(differences)} models, {groups}", means)
 
 
 def _print(name: str, values: list[float]) -> None:

@@ -119,6 +119,7 @@ def _gradients_at_edges() -> None:
 def _producers_at_edges(ops: Any) -> None:
     producers.check_norm(ops, "cpu", (1, 160), "inf", few=True)
     producers.check_swiglu(ops, "cpu", (48, 1), "zeros", smooth=False, few=True)
+    producers.check_gate_up(ops, "cpu", (17, 144), gate_first=False, few=True)
 
 
 def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
@@ -151,7 +152,7 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
             producers.check_norm_once, ops, "cpu", (17, 272), "tensorwise", finds_amax=True
         ),
         "norm backward": partial(producers.check_norm_backward, ops, "cpu", WHOLE, True),
-        "producers at edges": partial(_producers_at_edges, ops),
+        "edges": partial(_producers_at_edges, ops),
         "producers of strided inputs": partial(producers.check_strides, ops),
         "swiglu": partial(producers.check_swiglu, ops, "cpu", WHOLE, "inf", True, **few),
         "smoothing": partial(producers.check_smoothing, ops, "cpu", ODD, "gaussian"),

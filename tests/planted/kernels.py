@@ -3,6 +3,7 @@
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
 _SHUFFLED = "tests/emulator/test_kernels.py::test_in_a_random_order"
 _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
+_EDGES = "tests/emulator/test_kernels.py::test_in_lockstep[edges]"
 _SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
 _GRAPHS = "tests/emulator/test_graphs.py"
 FAULTS = {
@@ -70,6 +71,14 @@ FAULTS = {
         "weights side by side are cast with the scale of the first two",
         "scale = tl.maximum(scale, tl.load(scale_c_ptr))",
         "scale = tl.maximum(scale, scale)",
+    ),
+    ("torch_fp8/kernels/swiglu_backward.py", _EDGES): (
+        "the gradients of gate and up change places in one matrix",
+        "(0, cols) if gate_first else (cols, 0)",
+        "(0, cols)",
+        "the second gradient in one matrix is not transposed",
+        "ROW, COL, dgate_start + cols)",
+        "ROW, COL, cols)",
     ),
     ("torch_fp8/kernels/quantize_kernels.py", f"{_EMULATED}[sums]"): (
         "partial sums behind the first block are left out",

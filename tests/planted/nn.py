@@ -123,6 +123,16 @@ FAULTS = {
         "slot = None if options.amax is None else other.slot",
         "slot = options.amax",
     ),
+    ("torch_fp8/nn/swiglu_function.py", f"{_TESTS}/test_input_group.py"): (
+        "gate and up get each other's gradients",
+        "JoinedGradient(self.inputs, True)",
+        "JoinedGradient(self.inputs, False)",
+    ),
+    ("torch_fp8/nn/swiglu_function.py", f"{_TESTS}/test_gated_mlp.py"): (
+        "the gradients of gate and up are put side by side in 16 bits",
+        "source.half = self._joined, i",
+        "source.half = None",
+    ),
     ("torch_fp8/nn/gated_mlp.py", "tests/torch_fp8/compile/test_fused_casts.py"): (
         "a graph casts the product of a gated MLP with the scale of gate's gradient",
         "ahead = known_quantizers(down, first, training, of_down).input",
@@ -213,6 +223,9 @@ FAULTS = {
         "scale_a",
     ),
     ("torch_fp8/conversion/fused_layers.py", f"{_TESTS}/test_input_group.py"): (
+        "gate and up have a backward each",
+        "if len(layers) > 1 and all(map(_can_share, layers)):",
+        "if False:",
         "blocks whose layers have the same names share a group",
         "key = tuple(map(id, readers))",
         "key = (len(readers),)",
