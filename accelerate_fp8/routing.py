@@ -60,7 +60,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     model = model.module if isinstance(model, DistributedDataParallel) else model
     routers = []
     for name, module in model.named_modules():
-        weights = list(expert_weights("", module))
+        weights = expert_weights("", module)
         if not weights:
             continue
         count = module.get_parameter(weights[0]).shape[0]

@@ -53,7 +53,7 @@ from benchmarks.roofline import TRAFFIC, Traffic, block_seconds
 from benchmarks.shapes import LLAMA_3_1_8B, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
 from tests.saved_activations import count_saved
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8_tools.metrics import sqnr_db
 
 COLUMNS = (
     *("batch", "sequence", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),

@@ -44,7 +44,7 @@ from benchmarks.measurement import (
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.nn.loss_head import linear_cross_entropy
 from torch_fp8.ops.cross_entropy import cross_entropy_rows
-from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8_tools.metrics import sqnr_db
 
 HEADS = {
     "Llama-3.2-1B": (16384, 2048, 128256),

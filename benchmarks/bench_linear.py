@@ -56,8 +56,8 @@ from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.nn.delayed_scaling import renew_scales
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, RECIPES
+from torch_fp8_tools.metrics import sqnr_db
 
 COLUMNS = (
     *("linear", "M", "K", "N", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),

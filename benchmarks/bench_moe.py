@@ -44,7 +44,7 @@ from benchmarks.measurement import (
 from benchmarks.shapes import MOE_BLOCKS, MOE_TOKENS, TOY_MOE_BLOCKS, TOY_MOE_TOKENS
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8_tools.metrics import sqnr_db
 
 BF16 = "bf16"
 BLOCK, LAYERS, SWITCHED = "fp8", "layer by layer", "wgrad in BF16"

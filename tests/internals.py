@@ -31,21 +31,20 @@ _NAMES = {
     "torch_fp8.checkpoint.whole_folder": "replaced_files whole_file whole_folder",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
-    "torch_fp8.conversion.detect_gated_mlp": "find_gated_layers find_gated_mlp",
-    "torch_fp8.conversion.detect_rms_norm": "find_rms_norm takes_input_alone",
+    "torch_fp8.conversion.detect_producers": (
+        "find_gated_layers find_gated_mlp find_rms_norm takes_input_alone"
+    ),
     "torch_fp8.conversion.expert_layers": "expert_reason",
     "torch_fp8.conversion.forward_precision": "LastSteps",
-    "torch_fp8.conversion.freeze": "FP8Weight frozen_payload",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
     "torch_fp8.conversion.fused_layers": "share_output",
-    "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
+    "torch_fp8.conversion.layer_benchmark": "LayerShape LayerTimes layer_times",
     "torch_fp8.conversion.memory": "expected_bytes_per_param expected_memory",
     "torch_fp8.conversion.report": "matmul_flops",
     "torch_fp8.conversion.revert": "to_float8",
     "torch_fp8.distributed.agreement": "check_same_config format_ranks",
     "torch_fp8.distributed.averaging": "Run joined runs_of target_of",
-    "torch_fp8.distributed.ddp.comm_hook": "pieces_of",
-    "torch_fp8.distributed.ddp.fp8_grad_bucket": "GradientBucket",
+    "torch_fp8.distributed.ddp.buckets": "GradientBucket pieces_of",
     "torch_fp8.distributed.fsdp.reduce_scatter": (
         "Float8Replicas disconnect_replicas factor_of layout_of pack_parts structure_of "
         "unpack_parts"
@@ -113,7 +112,7 @@ _NAMES = {
         "E4M3 E5M2 FORMATS GRADIENT GROUP_SIZE MIN_SCALE MOMENT1 MOMENT2 format_of"
     ),
     "torch_fp8.quantization.linear_int8": "GROUP thresholds",
-    "torch_fp8.quantization.metrics": "sqnr_db worst_row_sqnr_db",
+    "torch_fp8_tools.metrics": "sqnr_db worst_row_sqnr_db",
     "torch_fp8.quantization.payload_shape": "Layouts multiple_of_16 new_group_scales padded_rows",
     "torch_fp8.quantization.recipe": "CastSpec GEMMS Granularity RECIPES SAVE_FORMATS make_recipe",
     "torch_fp8.quantization.scaling": (
@@ -130,7 +129,7 @@ _NAMES = {
     "torch_fp8.tensor.encoded": "plain",
     "torch_fp8.tensor.exchange": "stored_grad",
     "torch_fp8.tensor.float8_grad": "Float8Grad",
-    "torch_fp8.tensor.frozen_payload": "freeze_tensor frozen_from_bytes",
+    "torch_fp8.tensor.frozen_payload": "FP8Weight FrozenPayload freeze_tensor",
     "torch_fp8.tensor.frozen_weight": "Float8FrozenWeight frozen_parameter",
     "torch_fp8.tensor.halves": "Halves split_matrix",
     "torch_fp8.tensor.lazy_quantized": "LazyQuantizedTensor",
@@ -230,6 +229,7 @@ _MODULES = {
     "launch_tape": "torch_fp8.kernels.launch_tape",
     "layer_benchmark": "torch_fp8.conversion.layer_benchmark",
     "layer_fp8": "torch_fp8.nn.layer_fp8",
+    "repeated_forward": "torch_fp8.nn.repeated_forward",
     "layouts": "torch_fp8_tools.plan.layouts",
     "lightning_register": "lightning_fp8._register",
     "linear_function": "torch_fp8.nn.linear_function",

@@ -31,7 +31,7 @@ FLOORS = [
     {"__main__"},
 ]
 FLOORS_OF_TOOLS = [
-    {"host_models"},
+    {"host_models", "metrics"},
     {"env"},
     {"plan", "report", "compare"},
     {"parsers"},

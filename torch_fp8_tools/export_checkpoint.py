@@ -37,13 +37,13 @@ from torch_fp8.checkpoint.stored_names import stored_parts
 from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.freeze import FP8Weight, frozen_payload
 from torch_fp8.conversion.revert import load_scaling_state_dict
 from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.state import MIN_NUMEL
 from torch_fp8.quantization.split_float import RESIDUAL_BITS, split
+from torch_fp8.tensor.frozen_payload import FP8Weight, freeze_tensor
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 from torch_fp8_tools.env.machine import usable_device
 from torch_fp8_tools.host_models import model_class, model_folder
@@ -190,10 +190,9 @@ class _Tensors(ModelTensors):
         if layer is None:
             return read.dequantize(torch.bfloat16)
         spec = layer.fp8.recipe.weight
-        if spec.granularity in ("block_128x128", "tensorwise") and not spec.delayed:
-            payload = frozen_payload(read, spec, key, torch.bfloat16)
-            if payload is not None:
-                return frozen_parameter(payload)
+        keeps = spec.granularity in ("block_128x128", "tensorwise") and not spec.delayed
+        if keeps and read.scale_for(spec) is not None:
+            return frozen_parameter(freeze_tensor(read, spec, key))
         return read.dequantize()
 
 

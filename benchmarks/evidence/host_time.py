@@ -302,19 +302,21 @@ def runs_of(case: str, recipes: tuple[str, ...] = RECIPES) -> dict[str, Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=300)
-    parser.add_argument("--step", action="store_true", help="measure the optimizer's step alone")
+    cases = (*CASES, STEP, COMPILED)
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases, metavar="CASE")
     add_csv(parser, "host_time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = environment(torch.device("cpu"))
     made: list[dict] = []
     with stub_driver() as counts:
-        for case in () if options.step else CASES:
+        for case in (case for case in options.cases if case in CASES):
             with no_whole_tiles() if case == MANY else contextlib.nullcontext():
                 made += rows(case, runs_of(case), counts, options.repetitions)
-        runs = {level: optimizer_step(level) for level in (BF16, "O2")}
-        made += rows(f"{STEP}, 254 tensors", runs, counts, max(options.repetitions // 10, 1))
-        if not options.step:
+        if STEP in options.cases:
+            runs = {level: optimizer_step(level) for level in (BF16, "O2")}
+            made += rows(f"{STEP}, 254 tensors", runs, counts, max(options.repetitions // 10, 1))
+        if COMPILED in options.cases:
             reuse_memory()
             with generated_calls():
                 made += rows(COMPILED, compiled_and_eager("8B"), counts, options.repetitions)

@@ -31,9 +31,9 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion import fused_layers
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.formats import E4M3, E5M2, Format
-from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import scale_from_amax
+from torch_fp8_tools.metrics import sqnr_db
 
 MODULE = "benchmarks.evidence.input_groups"
 RESULTS = ROOT / "benchmarks/results/input_groups.csv"

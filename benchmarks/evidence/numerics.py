@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.rows import add_csv, write_rows
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
+from torch_fp8_tools.metrics import sqnr_db, worst_row_sqnr_db
 
 COLUMNS = ("recipe", "input", "operand", "sqnr_db", "worst_row_db", "flushed")
 

@@ -45,6 +45,7 @@ def check_gradient(
             want = reference.quantize_gradient(x, keys)
             got = parts.quantize_gradient(x.to(device), keys)
         same_values(got.scale, want.scale, f"{what}: scale")
+        same_values(got.multiplier, want.multiplier, f"{what}: multiplier")
         free = (want.scale == _SCALE_NAN).repeat_interleave(32, 1)[:, : shape[1]]
         require(((got.qdata.cpu() == want.qdata) | free).all(), f"{what}: codes differ")
         for multiplier in (1.0, 0.37):

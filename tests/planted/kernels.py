@@ -1,6 +1,7 @@
 """Faults in Triton kernels and their launchers; the emulator runs them."""
 
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
+_SHUFFLED = "tests/emulator/test_kernels.py::test_in_a_random_order"
 _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
 _SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
 _GRAPHS = "tests/emulator/test_graphs.py"
@@ -16,18 +17,39 @@ FAULTS = {
         "return self.kernel.run(*args, **options, **self.options)",
         "return super().run(*args, **options, **self.options)",
     ),
+    ("torch_fp8/kernels/quick_launch.py", "tests/torch_fp8/kernels/test_quick_launch.py"): (
+        "a size beside changing numbers does not choose the binary",
+        'kernel.__dict__["_end"] = -changing or None',
+        'kernel.__dict__["_end"] = ~changing if changing else None',
+        "a tape replays the random bits of its recording",
+        "recorder.launched(self, args, runner if end is None else None)",
+        "recorder.launched(self, args, runner)",
+    ),
+    ("torch_fp8/kernels/grad_codec.py", f"{_SHUFFLED}[gradient]"): (
+        "a new gradient of 8 bits has no multiplier",
+        "        tl.store(multiplier_ptr, 1.0)\n",
+        "        pass\n",
+    ),
     ("torch_fp8/kernels/quick_launch.py", "tests/benchmarks/test_compiled_block.py"): (
         "Inductor passes floats to kernels in double precision",
         "                parameter.is_constexpr = True\n",
         "                pass\n",
+        "a graph's kernel takes FP8 tensors for numbers",
+        'end += f"\\n    {name} = {name}.to(tl.pointer_type(tl.uint8))"',
+        "pass",
         "Inductor computes a kernel's input once per use",
         "    return (base if same else x).as_strided(x.shape, x.stride())\n",
         "    return x\n",
     ),
+    ("torch_fp8/kernels/cast_launch.py", "tests/benchmarks/test_compiled_block.py"): (
+        "a graph views each FP8 tensor as bytes in every step",
+        "is_plain = x.dtype.itemsize != 1 or isinstance(x, FunctionalTensor)",
+        "is_plain = x.dtype.itemsize != 1",
+    ),
     ("torch_fp8/kernels/quantize_beside.py", _BESIDE): (
         "a cast beside a transpose swaps its two layouts",
-        "*pointers((slot, by_row, by_col, payload, transpose), scale),",
-        "*pointers((slot, by_col, by_row, payload, transpose), scale),",
+        "*pointers((partial, slot, by_row, by_col, payload, transpose), unused),",
+        "*pointers((partial, slot, by_col, by_row, payload, transpose), unused),",
         "the last tiles of a payload are not transposed beside a cast",
         "programs + cdiv(payload.shape[0], BLOCK) *",
         "programs + payload.shape[0] // BLOCK *",

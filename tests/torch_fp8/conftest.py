@@ -27,7 +27,7 @@ def run_ranks(tmp_path_factory, forked_hosts):
         processes = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks), folder / "store", result, *arguments],
-                env=environment,
+                env={**environment, "TEST_RANK": f"{rank} {ranks}"},
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -60,6 +60,17 @@ def run_cases(run_ranks):
         return {name: [result[name]["value"] for result in results] for name in results[0]}
 
     return run
+
+
+@pytest.fixture(scope="module")
+def ranks(request, run_ranks):
+    """Return the errors of each test of this file `on_ranks`, by name: one for each rank, or ""."""
+    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    tests = [i.originalname for i in items if i.callspec.params.get("ranks") == request.param]
+    module = ".".join(request.path.relative_to(request.config.rootpath).with_suffix("").parts)
+    results = run_ranks("run_cases.py", request.param, module, *tests)
+    not_run = {"error": "not run, because another test failed"}
+    return {t: [result.get(t, not_run).get("error", "") for result in results] for t in tests}
 
 
 @pytest.fixture

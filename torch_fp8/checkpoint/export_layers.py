@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
-from torch_fp8.conversion.freeze import FROZEN_BLOCK
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.tensor.frozen_payload import FROZEN_BLOCK
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -146,7 +146,7 @@ def with_routers(
     """
     names = list(ignored)
     for name, module in places:
-        if any(expert_weights(name, module)):
+        if expert_weights(name, module):
             parent = name.rpartition(".")[0]
             beside = (f"{parent}.{router}".lstrip(".") for router in ROUTER_NAMES)
             names += [router for router in beside if f"{router}.weight" in parts]

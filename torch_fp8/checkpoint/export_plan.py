@@ -44,7 +44,6 @@ from torch_fp8.checkpoint.stored_names import (
     plain_dtype,
     stored_parts,
 )
-from torch_fp8.conversion.freeze import FROZEN_BLOCK
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
 from torch_fp8.nn.experts import Float8Experts
@@ -54,6 +53,7 @@ from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import ScaleSource, delayed_scale, past_amax
 from torch_fp8.tensor.base import dequantized
+from torch_fp8.tensor.frozen_payload import FROZEN_BLOCK
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
 from torch_fp8.tensor.split_weight import stored

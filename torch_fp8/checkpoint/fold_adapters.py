@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
-from torch_fp8.conversion.detect_gated_mlp import gated_mlps
+from torch_fp8.conversion.detect_producers import gated_mlps
 from torch_fp8.nn.class_swap import own_child, unwrapped_name
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
@@ -37,7 +37,7 @@ addition.
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is PEFT's wrapper of a layer, or of a trained copy of one."""
-    return any(own_child(module, name) is not None for name in ("base_layer", "original_module"))
+    return not {"base_layer", "original_module"}.isdisjoint(dict(module.named_children()))
 
 
 def adapted_layers(model: nn.Module) -> list[str]:

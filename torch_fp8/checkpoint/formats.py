@@ -41,10 +41,10 @@ import torch
 from torch import Tensor
 
 from torch_fp8._version import __version__
-from torch_fp8.conversion.freeze import FROZEN_BLOCK, scale_grid
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.recipe import SAVE_FORMATS
 from torch_fp8.quantization.wording import check_choice
+from torch_fp8.tensor.frozen_payload import FROZEN_BLOCK, scale_grid
 
 _PLAIN = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 """The formats of compressed-tensors that store 8-bit weights unpacked, one per byte."""

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from torch_fp8.checkpoint.formats import block_of_strategy
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.freeze import FP8Weight, frozen_payload, scale_grid
 from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.frozen_payload import freeze_tensor
+from torch_fp8.tensor.frozen_payload import FP8Weight, freeze_tensor, scale_grid
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -83,10 +82,8 @@ def take_over_layers(
             continue_exactly(layer.weight, weight, config, residuals)
             num_trained += 1
         else:
-            payload = frozen_payload(weight, spec, f"{name}.weight", torch.bfloat16)
-            if payload is None:
-                num_anew += 1
-                payload = freeze_tensor(weight.dequantize(), spec, f"{name}.weight", torch.bfloat16)
+            num_anew += weight.scale_for(spec) is None
+            payload = freeze_tensor(weight, spec, f"{name}.weight")
             layer._parameters["weight"] = frozen_parameter(payload)
         for attribute in _OWN:
             layer._parameters.pop(attribute, None)

@@ -17,12 +17,12 @@ from torch_fp8.checkpoint.safetensors_files import QuantizedFiles
 from torch_fp8.checkpoint.stored_names import own_tensors
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.freeze import FP8Weight, frozen_payload, refuse_kept
+from torch_fp8.conversion.freeze import refuse_kept
 from torch_fp8.conversion.frozen_layers import freeze_weights, frozen_recipe
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.tensor.frozen_payload import freeze_tensor
+from torch_fp8.tensor.frozen_payload import FP8Weight, freeze_tensor
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 
 Read: TypeAlias = Tensor | FP8Weight
@@ -128,13 +128,7 @@ def load_frozen(
     def place(name: str, layer: nn.Module, read: Read) -> Tensor:
         if not isinstance(layer, Float8Layer) or not name.endswith("weight"):
             return _plain(read)
-        payload = None
-        if isinstance(read, FP8Weight):
-            payload = frozen_payload(read, spec, name, torch.bfloat16)
-        if payload is None:
-            whole = read if isinstance(read, Tensor) else read.dequantize()
-            payload = freeze_tensor(whole, spec, name, torch.bfloat16)
-        return frozen_parameter(payload)
+        return frozen_parameter(freeze_tensor(read, spec, name, torch.bfloat16))
 
     model = _load(cls, path, target, place, convert)
     for layer in model.modules():

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torch_fp8.checkpoint.formats import read_format
 from torch_fp8.checkpoint.whole_folder import check_space
-from torch_fp8.conversion.freeze import FP8Weight, scale_grid
+from torch_fp8.tensor.frozen_payload import FP8Weight, scale_grid
 
 DTYPES = {
     "F64": torch.float64,

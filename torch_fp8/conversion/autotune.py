@@ -3,8 +3,9 @@
 At conversion, `torch_fp8.conversion.layer_benchmark` times each distinct shape of the linear layers
 that FP8 could run, with each candidate recipe and in BF16. The model gets the recipe with the least
 total time. A layer that is no faster with it than in BF16 stays in BF16, and enters the total with
-its BF16 time. Frozen layers are timed like trained ones, so that a model and its frozen copy run
-the same recipes.
+its BF16 time. Layers that read the same input are timed together as well: if they are faster
+together than with some of them in BF16, all run in FP8, so that small k and v follow q. Frozen
+layers are timed like trained ones, so that a model and its frozen copy run the same recipes.
 
 One rank measures for all ranks with the same kind of card
 (`torch_fp8.ops.one_rank.answer_of_one`). If a job has several kinds of cards, it fails
@@ -16,10 +17,8 @@ measured, `torch_fp8.ops.hardware.resolve_auto` decides.
 import json
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_benchmark import (
     LayerShape,
     LayerTimes,
+    Readers,
     kept_weights,
     layer_times,
 )
@@ -92,13 +92,18 @@ class RecipeChoice:
 
 
 def choose_recipe(
-    model: nn.Module, layers: Mapping[str, nn.Linear], config: FP8Config, device: torch.device
+    model: nn.Module,
+    layers: Mapping[str, nn.Linear],
+    groups: Sequence[tuple[str, ...]],
+    config: FP8Config,
+    device: torch.device,
 ) -> RecipeChoice:
     """Choose the recipe for ``config.recipe == "auto"``; warn if the measurement fails.
 
     Args:
         model: model to be converted.
         layers: layers of `model` that FP8 can run, by qualified name.
+        groups: names of those that read the same input; a layer is in one group at most.
         config: options for every candidate.
         device: device on which the model will run.
     Raises:
@@ -112,7 +117,9 @@ def choose_recipe(
     if reason is not None:
         return RecipeChoice(default, config.tokens, not_measured=reason)
     shapes = layer_shapes(model, layers)
-    distinct = sorted(set(shapes.values()), key=repr)
+    readers = [*groups, *((name,) for name in layers if not any(name in g for g in groups))]
+    alone: set[Readers] = {(shape,) for shape in shapes.values()}
+    distinct = sorted(alone | {_shapes_of(names, shapes) for names in readers}, key=repr)
     recipes = tuple(recipe_of(config, name) for name in names)
     weights = [layer.weight for layer in layers.values()]
     split = all(w.dtype == torch.float32 and not isinstance(w, DTensor) for w in weights)
@@ -120,8 +127,8 @@ def choose_recipe(
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
     question = repr((card_name(device), options, distinct))
 
-    def time(shape: LayerShape) -> LayerTimes:
-        return layer_times(device, shape, config.tokens, recipes, kept)
+    def time(of_input: Readers) -> LayerTimes:
+        return layer_times(device, of_input, config.tokens, recipes, kept)
 
     answer = json.loads(
         answer_of_one(question, lambda: _timed(device, distinct, time, config.tokens))
@@ -129,7 +136,8 @@ def choose_recipe(
     if "failure" in answer:
         return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
-    return _choice(shapes, dict(zip(distinct, times, strict=True)), config.tokens)
+    measured = _Measured(shapes, dict(zip(distinct, times, strict=True)))
+    return _choice(readers, measured, config.tokens)
 
 
 def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
@@ -201,17 +209,25 @@ def _why_not_measured(config: FP8Config, names: Sequence[str]) -> str | None:
     return None
 
 
+def _shapes_of(names: Sequence[str], shapes: Mapping[str, LayerShape]) -> Readers:
+    return tuple(shapes[name] for name in names)
+
+
 def _timed(
-    device: torch.device, shapes: Sequence[Any], time: Callable[[Any], Any], tokens: int
+    device: torch.device,
+    distinct: Sequence[Readers],
+    time: Callable[[Readers], LayerTimes],
+    tokens: int,
 ) -> str:
-    """Return the times of all shapes as JSON, or the reason why they cannot be timed; warn then."""
+    """Return all times as JSON, or the reason why they cannot be measured; warn then."""
     times = []
     try:
-        for shape in shapes:
-            times.append(time(shape))
+        for shapes in distinct:
+            times.append(time(shapes))
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        failure = f"timing a layer of {shape} failed ({type(error).__name__}: {line})"
+        layer = " + ".join(map(str, shapes))
+        failure = f"timing a layer of {layer} failed ({type(error).__name__}: {line})"
         warnings.warn(
             f"FP8Config(recipe='auto') runs {resolve_auto(device)!r} without measuring: {failure}. "
             f"Name a recipe to skip measuring, or fewer tokens than {tokens}",
@@ -224,33 +240,57 @@ def _timed(
     return json.dumps({"times": times})
 
 
-def _choice(
-    shapes: Mapping[str, LayerShape], times: Mapping[LayerShape, LayerTimes], tokens: int
-) -> RecipeChoice:
-    counts = Counter(shapes.values())
-    plain = sum(count * times[shape].plain for shape, count in counts.items())
-    names = next(iter(times.values())).fp8
-    total = {
-        name: sum(count * _as_it_runs(times[shape], name) for shape, count in counts.items())
-        for name in names
+@dataclass(frozen=True)
+class _Measured:
+    """The times of a model's layers, alone and together.
+
+    Attributes:
+        shapes: shape of each layer by name.
+        times: times of layers that read one input, by their shapes.
+    """
+
+    shapes: Mapping[str, LayerShape]
+    times: Mapping[Readers, LayerTimes]
+
+    def of(self, *names: str) -> LayerTimes:
+        """Return the times of layers that read one input."""
+        return self.times[_shapes_of(names, self.shapes)]
+
+    def as_they_run(self, names: Sequence[str], recipe: str) -> tuple[float, list[str]]:
+        """Return the seconds of layers with one input, and which of them stay in BF16."""
+        together = self.of(*names)
+        left = [name for name in names if not _is_faster(self.of(name), recipe)]
+        if len(names) == 1:
+            return (together.plain if left else together.fp8[recipe]), left
+        # Together without FP8, they also add up the gradients of their input.
+        mixed = together.plain - sum(self.of(name).plain for name in names)
+        mixed += sum(self.as_they_run([name], recipe)[0] for name in names)
+        if _is_faster(together, recipe) and together.fp8[recipe] < mixed:
+            return together.fp8[recipe], []
+        return mixed, left
+
+
+def _choice(readers: Sequence[tuple[str, ...]], measured: _Measured, tokens: int) -> RecipeChoice:
+    plain = sum(measured.of(*names).plain for names in readers)
+    recipes = next(iter(measured.times.values())).fp8
+    runs = {
+        recipe: [measured.as_they_run(names, recipe) for names in readers] for recipe in recipes
     }
-    best = min(total, key=lambda name: total[name])
+    total = {recipe: sum(time for time, _ in of_inputs) for recipe, of_inputs in runs.items()}
+    best = min(total, key=lambda recipe: total[recipe])
+    stay = {name for _, left in runs[best] for name in left}
     left = {
-        name: _slower(shape, times[shape], best, tokens)
-        for name, shape in shapes.items()
-        if not _is_faster(times[shape], best)
+        name: _slower(shape, measured.of(name), best, tokens)
+        for name, shape in measured.shapes.items()
+        if name in stay
     }
-    speedups = {name: plain / total[name] for name in names}
+    speedups = {recipe: plain / total[recipe] for recipe in recipes}
     alone = not in_several_ranks() and int(os.environ.get("WORLD_SIZE") or 1) > 1
     return RecipeChoice(best, tokens, speedups, left, alone=alone)
 
 
 def _is_faster(times: LayerTimes, recipe: str) -> bool:
     return times.fp8[recipe] < (1 - MARGIN) * times.plain
-
-
-def _as_it_runs(times: LayerTimes, recipe: str) -> float:
-    return times.fp8[recipe] if _is_faster(times, recipe) else times.plain
 
 
 def _slower(shape: LayerShape, times: LayerTimes, recipe: str, tokens: int) -> str:

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
-from torch_fp8.conversion.detect_gated_mlp import down_projections
+from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
-from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
@@ -25,6 +24,7 @@ from torch_fp8.conversion.fused_layers import (
     NO_PRODUCERS,
     Producers,
     convert_producers,
+    find_readers,
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
@@ -43,7 +43,7 @@ from torch_fp8.conversion.revert import (
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.expert_adapters import take_adapters
-from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import QUANTIZED, is_ligers, is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import watch_first_steps
@@ -147,7 +147,7 @@ def _choose(
         return None, recipe
     free = [name for name in products if name not in own or own[name].recipe == "auto"]
     linear = {name: products[name] for name in free if is_linear(products[name])}
-    choice = choose_recipe(model, linear, config, target)
+    choice = choose_recipe(model, linear, find_readers(model, linear, config), config, target)
     if choice.not_measured is None:
         recipe = recipe_of(config, choice.recipe)
         check_device(target, recipe.name, config.emulate)  # another rank's card may be better
@@ -186,10 +186,8 @@ def _swap(
     for name, module, reason in products:
         reason = slower.get(name) if reason is None else reason
         if reason is not None:
-            if isinstance(module, Float8Layer):  # a second conversion that skips more
+            if isinstance(module, FrozenStorage):  # a second conversion that skips more
                 to_stock(module)
-            elif isinstance(module, Float8Experts):
-                experts_to_stock(module)
             layers.skipped.append(SkippedModule(name, reason))
             continue
         options = own.get(name, config)

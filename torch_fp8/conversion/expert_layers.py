@@ -49,7 +49,7 @@ def expert_reason(
     # transformers' decorator sets these flags on a module that it dispatches.
     dispatched = experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
     if not (dispatched or is_batched(module)):
-        return UNKNOWN if any(expert_weights(name, module)) else STACKED
+        return UNKNOWN if expert_weights(name, module) else STACKED
     weights: list[Any] = [module._parameters.get(key) for key in fused_names(module)]
     if any(weight is None for weight in weights):
         return UNKNOWN
@@ -113,7 +113,7 @@ def routers(model: nn.Module) -> dict[nn.Module, str]:
 def _num_experts(module: nn.Module) -> int:
     if isinstance(module, nn.ModuleList):
         return len(module)
-    if any(True for _ in expert_weights("", module)):
+    if expert_weights("", module):
         return next(p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3)
     return 0
 

@@ -25,7 +25,6 @@ from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
 from torch_fp8.nn.layer_filter import is_peft
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
 from torch_fp8.nn.output_layer import OutputLayer
 from torch_fp8.ops.hardware import runs_natively
@@ -150,7 +149,7 @@ def freeze_weights(
     refusals, notice, waits = _refusals(model), ThawNotice(), False
     layers = experts = NOTHING
     for name, module in model.named_modules():
-        if not isinstance(module, Float8Layer | Float8Experts):
+        if not isinstance(module, FrozenStorage):
             continue
         if not (_is_taken_over(module) or meant(module)):
             continue
@@ -162,10 +161,10 @@ def freeze_weights(
             is_sharded = any(isinstance(w, DTensor) for w in module.fp8_weights)
             waits = waits or (is_sharded and not module.frozen_weights)
             report = _freeze(name, module, recipe, emulate, notice)
-        if isinstance(module, Float8Layer):
-            layers += report
-        else:
+        if isinstance(module, Float8Experts):
             experts += report
+        else:
+            layers += report
     if waits:
         connect_fsdp(model, config)
     if layers.frozen or experts.frozen:
@@ -177,7 +176,7 @@ def freeze_weights(
 
 def _freeze(
     name: str,
-    module: Float8Layer | Float8Experts,
+    module: FrozenStorage,
     recipe: Recipe,
     emulate: bool,
     notice: ThawNotice,
@@ -192,7 +191,7 @@ def _freeze(
         recipe = make_recipe("tensorwise", power_of_two_weights=True)
     held, payload = module.frozen_weights, None
     before = _thawed_bytes(module.fp8_weights)
-    numel = sum(local(w).numel() for w in module.fp8_weights)
+    numel = sum([local(w).numel() for w in module.fp8_weights])
     if _is_taken_over(module):
         payload = held["weight"].payload
         before = payload.num_bytes
@@ -202,12 +201,12 @@ def _freeze(
     return FreezeReport(_names(name, module), (), recipe, numel, before, after)
 
 
-def _is_taken_over(module: Float8Layer | Float8Experts) -> bool:
+def _is_taken_over(module: FrozenStorage) -> bool:
     """Return whether a module got stored bytes, but still runs another recipe."""
     return bool(module.frozen_weights) and module.fp8.frozen is None
 
 
-def _names(name: str, module: Float8Layer | Float8Experts) -> tuple[str, ...]:
+def _names(name: str, module: FrozenStorage) -> tuple[str, ...]:
     """Return the qualified names of a layer, or of the weights of experts."""
     keys = module.fp8_weight_names if isinstance(module, Float8Experts) else ()
     return tuple(f"{name}.{key}".lstrip(".") for key in keys) or (name,)
@@ -228,11 +227,11 @@ def _warn_of_merges() -> None:
 
 def _thawed_bytes(weights: Iterable[Tensor]) -> int:
     """Return the bytes that weights, or this rank's shards, have when they are not frozen."""
-    payloads = ((w, getattr(w, "payload", None)) for w in map(local, weights))
-    return sum(w.numel() * (p.thawed_dtype if p else w.dtype).itemsize for w, p in payloads)
+    payloads = [(w, getattr(w, "payload", None)) for w in map(local, weights)]
+    return sum([w.numel() * (p.thawed_dtype if p else w.dtype).itemsize for w, p in payloads])
 
 
-def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:
+def _refusals(model: nn.Module) -> Callable[[FrozenStorage], str | None]:
     """Return a function from a module to the reason why it cannot be frozen, or None if it can.
 
     Modules below merged adapters cannot, because unmerging would change their weights.
@@ -247,10 +246,10 @@ def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str |
     adapters = [m for m in model.modules() if own_child(m, "base_layer") is not None]
     merged = {m for a in adapters if getattr(a, "merged", False) for m in a.modules()}
 
-    def reason(module: Float8Layer | Float8Experts) -> str | None:
+    def reason(module: FrozenStorage) -> str | None:
         if module in merged:
             return MERGED
-        unknown = BY_TENSOR if isinstance(module, Float8Layer) else NOT_BY_FSDP
+        unknown = NOT_BY_FSDP if isinstance(module, Float8Experts) else BY_TENSOR
         parts = [w for w in module.fp8_weights if isinstance(w, DTensor)]
         reasons = [sharded.get(id(weight), unknown) for weight in parts]
         if any(id(weight) in shared for weight in module.fp8_weights):

@@ -1,7 +1,7 @@
 """Conversion of the modules between FP8 layers: RMSNorms and gated MLPs, which then emit FP8."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
-from torch_fp8.conversion.detect_rms_norm import find_rms_norm
+from torch_fp8.conversion.detect_producers import find_gated_mlp, find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
@@ -68,9 +67,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         if isinstance(module, Float8Layer):
             module.fp8.group = None
     for name, module in modules.items():
-        if any(matches(pattern, name) for pattern in config.skip) or (
-            config.overrides and high_precision_pattern(name, config) is not None
-        ):
+        if _is_skipped(name, config):
             _revert(module)
             continue
         parent = modules.get(name.rpartition(".")[0])
@@ -95,6 +92,12 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
                 _revert(module)
                 unfused.append(name)
     return Producers(tuple(converted), tuple(unfused), _group(modules, norms))
+
+
+def _is_skipped(name: str, config: FP8Config) -> bool:
+    return any(matches(pattern, name) for pattern in config.skip) or (
+        bool(config.overrides) and high_precision_pattern(name, config) is not None
+    )
 
 
 def revert_producers(model: nn.Module) -> None:
@@ -134,20 +137,25 @@ def _group(
 ) -> tuple[tuple[str, ...], ...]:
     """Group the layers that read one input, and return the names of each group's layers.
 
-    gate and up of a converted MLP stay apart, because SwiGLU's backward casts their gradients into
-    two payloads.
+    gate and up of a converted MLP are a group whose gradients SwiGLU's backward casts.
 
     Args:
         modules: all modules by name.
         norms: result of `_layers_beside` for each norm whose output is shared, by name.
     """
-    mlps = [m for m in modules.values() if isinstance(m, Float8GatedMLP)]
-    apart = {id(getattr(mlp, name)) for mlp in mlps for name in mlp.fp8.spec.inputs}
+    of_mlps: set[int] = set()
     known: dict[tuple[int, ...], InputGroup] = {}
+    for mlp in [m for m in modules.values() if isinstance(m, Float8GatedMLP)]:
+        layers, group = [getattr(mlp, name) for name in mlp.fp8.spec.inputs], None
+        key = tuple(map(id, layers))
+        of_mlps.update(key)
+        if len(layers) > 1 and all(map(_can_share, layers)):
+            group = known[key] = InputGroup(layers)
+        mlp.fp8 = mlp.fp8._replace(group=group)
     for name, beside in norms.items():
         groups = []
         for layers in beside:
-            readers = [layer for layer in layers if id(layer) not in apart and _reads(layer)]
+            readers = [layer for layer in layers if id(layer) not in of_mlps and _reads(layer)]
             if len(readers) > 1:
                 key = tuple(map(id, readers))
                 groups.append(known.get(key) or InputGroup(readers))
@@ -162,10 +170,13 @@ def _group(
 
 def _reads(layer: Float8Layer) -> bool:
     """Return whether a layer behind a norm seems to read the norm's output, and can be grouped."""
-    if layer.fp8_transposed or layer.fp8.frozen is not None:
+    return _can_share(layer) and not _is_output(layer.fp8.name)
+
+
+def _can_share(layer: nn.Module) -> bool:
+    if not isinstance(layer, Float8Layer) or layer.fp8_transposed or layer.fp8.frozen is not None:
         return False
-    is_output = _OUTPUT.fullmatch(layer.fp8.name.rpartition(".")[2])
-    return can_group(layer.fp8.recipe, layer.out_features) and is_output is None
+    return can_group(layer.fp8.recipe, layer.out_features)
 
 
 def _layers_in(child: nn.Module) -> list[Float8Layer]:
@@ -175,8 +186,37 @@ def _layers_in(child: nn.Module) -> list[Float8Layer]:
     return [base] if isinstance(base, Float8Layer) else []
 
 
-def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float8Layer]]:
-    """Return the FP8 layers next to `norm` or inside its siblings, one list per parent module.
+def find_readers(
+    model: nn.Module, layers: Mapping[str, nn.Linear], config: FP8Config
+) -> list[tuple[str, ...]]:
+    """Return the names of layers that will share a norm's output, before they are converted.
+
+    Args:
+        model: model, converted or not.
+        layers: layers of `model` that count, by qualified name.
+        config: configuration of the model.
+    """
+    modules, names = dict(model.named_modules()), {layer: name for name, layer in layers.items()}
+    readers: dict[str, tuple[str, ...]] = {}
+    for name, module in modules.items():
+        if _is_skipped(name, config) or not (_is_layer_norm(module) or find_rms_norm(module)):
+            continue
+        for beside in _layers_beside(module, modules.get(name.rpartition(".")[0]), nn.Linear):
+            of_owner = [names[layer] for layer in beside if layer in names]
+            free = [n for n in of_owner if n not in readers and not _is_output(n)]
+            if len(free) > 1:
+                readers.update(dict.fromkeys(free, tuple(free)))
+    return list(dict.fromkeys(readers.values()))
+
+
+def _is_output(name: str) -> bool:
+    return _OUTPUT.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def _layers_beside(
+    norm: nn.Module, parent: nn.Module | None, cls: type[Any] = Float8Layer
+) -> list[list[Any]]:
+    """Return the layers of a class next to `norm` or inside its siblings, a list for each parent.
 
     Only layers with as many input features as the norm has count.
     """
@@ -189,7 +229,7 @@ def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float
         [
             layer
             for layer in owner.children()
-            if isinstance(layer, Float8Layer) and layer.in_features == weight.shape[0]
+            if isinstance(layer, cls) and layer.in_features == weight.shape[0]
         ]
         for owner in owners
     ]
@@ -260,10 +300,14 @@ def share_output(module: Any, name: str) -> bool:
     Hugging Face has too many such classes for a list. Return False if the module is not one.
     """
     if not isinstance(module, SharedOutput):
-        weight = module._parameters.get("weight")
-        is_norm = weight is not None and weight.ndim == 1 and "LayerNorm" in type(module).__name__
-        if not is_norm or any(True for _ in module.children()) or "forward" in module.__dict__:
+        if not _is_layer_norm(module):
             return False
         add_mixin(module, SharedOutput)
     module.fp8 = SharedFP8(name)
     return True
+
+
+def _is_layer_norm(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    is_norm = weight is not None and weight.ndim == 1 and "LayerNorm" in type(module).__name__
+    return is_norm and not any(True for _ in module.children()) and "forward" not in module.__dict__

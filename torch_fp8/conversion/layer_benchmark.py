@@ -1,8 +1,10 @@
-"""Timings of a linear layer's forward and backward on this device, in FP8 and without.
+"""Timings of linear layers' forward and backward on this device, in FP8 and without.
 
 They time `Float8Linear` and ``nn.Linear`` as in training, for one of several micro-batches. Each
 pass casts its operands, except payloads or scales of the weight that are kept between optimizer
-steps, and every input needs a gradient. Legend: M tokens, K in, N out.
+steps, and every input needs a gradient. Layers that read the same input are timed together: they
+share its cast, and the GEMMs of backward where `torch_fp8.nn.input_group` can join them.
+Legend: M tokens, K in, N out.
 """
 
 import functools
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.input_group import InputGroup, can_group
+from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.payload_cast import PayloadCast
@@ -56,6 +60,10 @@ def kept_weights(config: FP8Config) -> Kept:
     return config.cache_weights is True if config.keeps_residuals else None
 
 
+Readers = tuple[LayerShape, ...]
+"""The shapes of layers that read the same input; a layer alone is a tuple of one."""
+
+
 class LayerTimes(NamedTuple):
     """Median seconds of a forward and backward: without FP8, and by the name of each recipe."""
 
@@ -65,51 +73,57 @@ class LayerTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A forward and backward of a layer, which a call runs without storing gradients.
+    """A forward and backward of layers with one input, which a call runs without storing gradients.
 
     Attributes:
-        layer: linear layer with random parameters.
-        recipe: the layer's recipe, or None without FP8.
-        x: its input, which requires a gradient.
-        grad_output: gradient of its output.
+        layers: linear layers with random parameters.
+        recipe: the layers' recipe, or None without FP8.
+        x: their input, which requires a gradient.
+        grad_outputs: gradient of each layer's output.
+        group: group of the layers, or None; they refer to it weakly.
     """
 
-    layer: nn.Module
+    layers: tuple[nn.Module, ...]
     recipe: Recipe | None
     x: Tensor
-    grad_output: Tensor
+    grad_outputs: tuple[Tensor, ...]
+    group: InputGroup | None = None
 
     def __call__(self) -> None:
-        inputs = [self.x, *(p for p in self.layer.parameters() if p.requires_grad)]
-        torch.autograd.grad(self.layer(self.x), inputs, self.grad_output)
+        parameters = [p for layer in self.layers for p in layer.parameters() if p.requires_grad]
+        x = self.x
+        if self.recipe is not None and len(self.layers) > 1:
+            x = shared(x, "input")  # cast once
+        outputs = [layer(x) for layer in self.layers]
+        torch.autograd.grad(outputs, [self.x, *parameters], self.grad_outputs)
 
 
 @functools.cache
 def layer_times(
     device: torch.device,
-    shape: LayerShape,
+    shapes: Readers,
     tokens: int,
     recipes: tuple[Recipe, ...],
     kept: Kept = None,
 ) -> LayerTimes:
-    """Time one layer with each of `recipes` and without FP8, in turns; cached in this process.
+    """Time layers with each of `recipes` and without FP8, in turns; cached in this process.
 
-    This needs memory for one layer's forward and backward and its cached payloads. It does not
+    This needs memory for the layers' forward and backward and their cached payloads. It does not
     change random states, autocast or gradient modes.
 
     Args:
         device: the device to time on.
-        shape: shape of the layer.
+        shapes: shapes of the layers that read one input.
         tokens: M, the number of tokens.
         recipes: recipes that the card runs natively.
-        kept: cached parts of the weight, see `kept_weights`.
+        kept: cached parts of the weights, see `kept_weights`.
     """
     with (  # gradients and no autocast, whatever the caller's modes
         _disable_current_modes(),
         torch.inference_mode(False),  # also enables gradients
         torch.autocast(device.type, enabled=False),
     ):
-        taken = samples(device, _passes(device, shape, tokens, recipes, kept))
+        taken = samples(device, _passes(device, shapes, tokens, recipes, kept))
     plain, *fp8 = (statistics.median(times) for times in taken)
     return LayerTimes(plain, {r.name: time for r, time in zip(recipes, fp8, strict=True)})
 
@@ -146,18 +160,30 @@ def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[
 
 
 def _passes(
-    device: torch.device, shape: LayerShape, tokens: int, recipes: Sequence[Recipe], kept: Kept
+    device: torch.device, shapes: Readers, tokens: int, recipes: Sequence[Recipe], kept: Kept
 ) -> list[TimedPass]:
     generator = torch.Generator(device).manual_seed(0)  # leaves torch's default generator alone
+    dtype, num_in = shapes[0].dtype, shapes[0].in_features
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
-    num_out, num_in = shape.out_features, shape.in_features
-    plain = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
-    bias = nn.Parameter(random(num_out)) if shape.bias else None
-    x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
-    return [TimedPass(_layer(plain, bias, r, kept), r, x, grad) for r in (None, *recipes)]
+    def parameters(num_out: int, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+        weight = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
+        return weight, nn.Parameter(random(num_out)) if bias else None
+
+    plain = [parameters(shape.out_features, shape.bias) for shape in shapes]
+    x = random(tokens, num_in).requires_grad_()
+    grads = tuple(random(tokens, shape.out_features) for shape in shapes)
+
+    def timed(recipe: Recipe | None) -> TimedPass:
+        layers = tuple(_layer(weight, bias, recipe, kept) for weight, bias in plain)
+        if len(shapes) < 2 or recipe is None:
+            return TimedPass(layers, recipe, x, grads)
+        joins = all(can_group(recipe, shape.out_features) for shape in shapes)
+        return TimedPass(layers, recipe, x, grads, InputGroup(layers) if joins else None)
+
+    return [timed(recipe) for recipe in (None, *recipes)]
 
 
 def _layer(

@@ -2,14 +2,13 @@
 
 import difflib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.nn.class_swap import unwrapped_name
@@ -44,12 +43,6 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
                 raise ValueError(f"FP8Config.overrides, together, for '{name}': {error}") from error
         options_of[name] = configs[repr(options)]
     return options_of
-
-
-def base_config(layers: Sequence[RunsFP8]) -> FP8Config:
-    """Return the configuration of a model, some of whose layers may have overrides."""
-    configs = [layer.fp8_config for layer in layers]
-    return next((config for config in configs if config.overrides), configs[0])
 
 
 def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe:

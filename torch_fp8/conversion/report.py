@@ -13,7 +13,8 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import RecipeChoice
 from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.memory import expected_bytes_per_param
-from torch_fp8.nn.experts import Float8Experts, expert_recipe
+from torch_fp8.nn.experts import expert_recipe
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import (
     ADAPTER,
     QUANTIZED,
@@ -23,7 +24,6 @@ from torch_fp8.nn.layer_filter import (
     is_linear,
     stacked_weights,
 )
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import version
 from torch_fp8.ops.hardware import backend_name
 from torch_fp8.optim.convert import OptimizerReport
@@ -54,7 +54,7 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
     """
     total = fp8 = experts = 0.0
     for module in model.modules():
-        in_fp8 = isinstance(module, (Float8Layer, Float8Experts))
+        in_fp8 = isinstance(module, FrozenStorage)
         for numel, trained, of_experts in _weights(model, module):
             total += (2 + trained) * numel
             if in_fp8:
@@ -70,7 +70,7 @@ def _weights(model: nn.Module, module: nn.Module) -> Iterator[tuple[float, bool,
         weight = module._parameters.get("weight")  # may be packed, or missing
         yield math.prod(features(module)), weight is not None and weight.requires_grad, False
         return
-    of_experts = any(expert_weights("", module))
+    of_experts = bool(expert_weights("", module))
     for key in stacked_weights("", module):
         parameter = module.get_parameter(key)
         share = _active_share(model, module, parameter) if of_experts else 1.0

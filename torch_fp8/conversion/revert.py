@@ -22,6 +22,7 @@ from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer, Float8Linear
 from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear, place_regions
@@ -52,12 +53,9 @@ def revert(model: nn.Module) -> int:
     stop_merge_aware(model)
     revert_producers(model)
     revert_output_layers(model)
-    modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
+    modules = [m for m in model.modules() if isinstance(m, FrozenStorage)]
     for module in modules:
         to_stock(module)
-    experts = [m for m in model.modules() if isinstance(m, Float8Experts)]
-    for module in experts:
-        experts_to_stock(module)
     take_adapters(model)
     place_regions(model)
     keep_scaling_local(model)
@@ -68,7 +66,7 @@ def revert(model: nn.Module) -> int:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = plain(parameter.grad)
-    return len(modules) + len(experts)
+    return len(modules)
 
 
 def keep_scaling_local(model: nn.Module) -> None:
@@ -137,8 +135,12 @@ def to_float8(
     check_style(module)
 
 
-def to_stock(module: Float8Layer) -> None:
-    """Give `module` its original class back, and its weight in high precision."""
+def to_stock(module: FrozenStorage) -> None:
+    """Give a layer or experts their original class back, and their weights in high precision."""
+    if isinstance(module, Float8Experts):
+        experts_to_stock(module)
+        return
+    assert isinstance(module, Float8Layer)
     module.thaw_weights()
     module.drop_fp8()
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

@@ -2,7 +2,7 @@
 
 An all-to-all sends each rank the part that it owns from all ranks, and an all-gather sends the
 average of that part to all ranks (`torch_fp8.ops.messages`). Both round to nearest, and all ranks
-decode the same bytes. `torch_fp8.distributed.ddp.comm_hook` averages DDP's buckets this way, and
+decode the same bytes. `torch_fp8.distributed.ddp.buckets` averages DDP's buckets this way, and
 `torch_fp8.distributed.fsdp.reduce_scatter` the shards of FSDP2's replicas.
 
 Messages are uint8, because gloo has no float8 and no backend needs to understand them. The receiver

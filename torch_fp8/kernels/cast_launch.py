@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.quantization.formats import format_of
@@ -87,11 +88,17 @@ def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
 
 
 def pointers(tensors: Iterable[Tensor | None], unused: Tensor) -> list[Tensor]:
-    """Return kernel arguments: FP8 tensors as bytes, and `unused`, never accessed, for None."""
-    return [
-        unused if t is None else t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-        for t in tensors
-    ]
+    """Return kernel arguments: FP8 tensors as bytes, and `unused`, never accessed, for None.
+
+    In a graph the kernel itself takes them for bytes (`torch_fp8.kernels.quick_launch.Outline`),
+    because each view would be a call in each step.
+    """
+    return [_as_bytes(unused if t is None else t) for t in tensors]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    is_plain = x.dtype.itemsize != 1 or isinstance(x, FunctionalTensor)
+    return x if is_plain else x.view(torch.uint8)
 
 
 def fits_tiles(options: CastOptions, *inputs: Tensor) -> bool:

@@ -4,6 +4,8 @@ Legend: codes (R, K) uint8 and scales (R, ceil(K / 32)) uint8 of `formats.GRADIE
 contiguous. Codes are unspecified in groups whose scale is NaN.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -12,12 +14,14 @@ from torch import Tensor
 from torch_fp8.kernels.block_scaled import GRADIENT, at_origin, decode, encode, places, scale_of
 from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.kernels.fast_math import random_words
+from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import LINE
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 
 # Not specialized on sizes and keys: one binary serves all of them, whatever their divisibility.
+@partial(quick, changing=2)
 @triton.jit(do_not_specialize=["num_groups", "cols", "key0", "key1"])
 def encode_gradient_kernel(
     x_ptr,
@@ -32,7 +36,7 @@ def encode_gradient_kernel(
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Encode x in 8 bits, rounded with 16 random bits per element."""
+    """Encode x in 8 bits, rounded with 16 random bits per element; x alone has the multiplier 1."""
     first = tl.program_id(0) * GROUPS
     local = tl.arange(0, GROUPS)
     inside = first + local < num_groups
@@ -50,6 +54,8 @@ def encode_gradient_kernel(
     scale = scale_of(x, GRADIENT)
     tl.store(codes_ptr, encode(x, scale, bits << 4 | 8, GRADIENT), mask=mask)
     tl.store(scale_ptr + first + local, scale, mask=inside)
+    if not ACCUMULATE and tl.program_id(0) == 0:
+        tl.store(multiplier_ptr, 1.0)
 
 
 @triton.jit(do_not_specialize=["num_groups", "cols"])
@@ -85,21 +91,20 @@ def encode_gradient(
     x: Tensor,
     qdata: Tensor,
     scale: Tensor,
-    multiplier: Tensor | None,
+    multiplier: Tensor,
     keys: tuple[int, int],
+    accumulate: bool,
 ) -> None:
     """Encode a gradient with stochastic rounding, or its sum with the stored one.
 
     Args:
-        x: (R, K) bfloat16 or float32.
+        x: (R, K) bfloat16 or float32, not empty.
         qdata, scale: codes and scales of an (R, K) gradient, overwritten; the result's multiplier
             is 1.
-        multiplier: () float32 multiplier of the stored gradient, to which x is added; not written.
-            None: encode x alone.
+        multiplier: () float32, set to 1; the stored gradient's, which is only read, to accumulate.
         keys: keys of the random words; an element's word depends on its index in x.
+        accumulate: whether to add x to the stored gradient.
     """
-    if not x.numel():
-        return
     layout, groups = _layout(x, qdata)
     count = x.shape[0] * num_groups(x.shape[1])
     with torch.cuda.device_of(x):
@@ -107,11 +112,11 @@ def encode_gradient(
             x,
             qdata,
             scale,
-            scale if multiplier is None else multiplier,
+            multiplier,
             count,
             x.shape[1],
             *keys,
-            ACCUMULATE=multiplier is not None,
+            ACCUMULATE=accumulate,
             LAYOUT=layout,
             GROUPS=groups,
             num_warps=WARPS,

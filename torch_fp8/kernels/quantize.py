@@ -223,6 +223,7 @@ def _cast_tiles(
     rows, cols = x.shape
     by_row, by_col = _outputs(x, options, pad)
     slot = amax_slot(options)
+    unused = scale if slot is None else slot  # in a graph the scale may be a view, a call for each
     if x.numel() and (options.rowwise or options.columnwise or slot is not None):
         num_partials = 1 if partial is None else partial.shape[0]
         # Padding needs another length and mask: too many registers with sums, or an amax in E5M2.
@@ -233,13 +234,12 @@ def _cast_tiles(
         cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
             x,
             scale,
-            scale if partial is None else partial,
-            *pointers((slot, by_row, by_col), scale),
+            *pointers((partial, slot, by_row, by_col), unused),
             *x.stride(),
             rows,
             cols,
             num_partials,
-            _partial_sums(x, sums, block, scale),
+            _partial_sums(x, sums, block, unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE=source,
             AMAX=slot is not None,

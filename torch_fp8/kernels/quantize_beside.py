@@ -95,11 +95,11 @@ def quantize_2d_beside(
         partial = partial_amaxes(x) if amax is None else amax.view(1).view(torch.int32)
     num_partials = 1 if partial is None else partial.shape[0]
     slot = amax_slot(options)
+    unused = scale if slot is None else slot  # in a graph the scale may be a view, a call for each
     cast_beside_kernel[(programs + cdiv(payload.shape[0], BLOCK) * cdiv(payload.shape[1], BLOCK),)](
         x,
         scale,
-        scale if partial is None else partial,
-        *pointers((slot, by_row, by_col, payload, transpose), scale),
+        *pointers((partial, slot, by_row, by_col, payload, transpose), unused),
         *x.stride(),
         rows,
         cols,

@@ -43,8 +43,9 @@ _FUSION = "enable_fp_fusion"
 class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose parsed body only reads its tensors and writes some of them.
 
-    Its source and its launches are those of the kernel, but floats are compile-time constants:
-    Inductor would pass them in double precision, in which the kernel would then compute.
+    Its source and its launches are those of the kernel, with two differences. Floats are
+    compile-time constants, because Inductor would pass them in double precision, in which the
+    kernel would then compute. And it takes FP8 tensors, whose bytes the kernel reads and writes.
 
     Args:
         kernel: the kernel.
@@ -68,6 +69,9 @@ class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
         ]
         self.body = ast.parse("\n".join(lines)).body
         head, end, code = kernel.src.partition("):")
+        for name, value in args.items():
+            if isinstance(value, Tensor) and _is_fp8(value):
+                end += f"\n    {name} = {name}.to(tl.pointer_type(tl.uint8))"
         for parameter in self.params:
             if isinstance(args.get(parameter.name), float):
                 parameter.is_constexpr = True
@@ -88,6 +92,9 @@ class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
 
     def run(self, *args: Any, **options: Any) -> Any:
         """Launch the kernel itself, in graphs that run without Inductor."""
+        args = tuple(
+            x.view(torch.uint8) if isinstance(x, Tensor) and _is_fp8(x) else x for x in args
+        )
         return self.kernel.run(*args, **options, **self.options)
 
 
@@ -114,6 +121,10 @@ def add_launch(
     named = zip(kernel.arg_names, args, strict=False)
     inputs = [x if name in writes else _addressed(x) for name, x in named]
     wrap_triton(known[key])[grid](*inputs, **constants)
+
+
+def _is_fp8(x: Tensor) -> bool:
+    return x.dtype.itemsize == 1 and x.dtype.is_floating_point
 
 
 def _addressed(x: Any) -> Any:
@@ -145,7 +156,8 @@ def _outline(
     constants: dict[str, Any],
     options: dict[str, Any],
 ) -> Outline:
-    dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+    dtypes = {n: torch.uint8 if _is_fp8(x) else x.dtype for n, x in tensors.items()}
     with _disable_current_modes():  # the analysis wants tensors with an address
         real = {name: torch.empty(2, dtype=dtype) for name, dtype in dtypes.items()}
         places = (
@@ -167,6 +179,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
+        end: int | None = self.__dict__.get("_end")  # of the arguments that choose the binary
 
         def launch(*args: Any, **options: Any) -> None:
             if args[0].__class__ is FunctionalTensor:
@@ -174,7 +187,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 return
             parts: list[Any] = [grid, args[0].get_device(), *options, *options.values()]
             add = parts.append
-            for a in args:  # no function call for numbers: a block has a hundred
+            for a in args[:end]:  # no function call for numbers: a block has a hundred
                 kind = a.__class__
                 if kind is int or kind is bool:
                     add(a)
@@ -192,7 +205,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 run(*args, *constants)
             recorder = recording()
             if recorder is not None:
-                recorder.launched(self, args, runner)
+                recorder.launched(self, args, runner if end is None else None)
 
         return launch
 
@@ -241,7 +254,7 @@ def _calls(hook: Any) -> Any:
     return getattr(hook, "calls", hook)
 
 
-def quick(kernel: Any) -> Any:
+def quick(kernel: Any, changing: int = 0) -> Any:
     """Make a kernel of ``triton.jit`` remember its launches, and visible in graphs.
 
     Kernels of Triton's interpreter are returned unchanged. If
@@ -250,9 +263,13 @@ def quick(kernel: Any) -> Any:
     Args:
         kernel: kernel whose callers pass compile-time constants and options by name, and a tensor
             on the current device as the first argument.
+        changing: number of arguments, the last ones, that differ from launch to launch: integers of
+            32 bits with a sign, on which the kernel is not specialized. No tape replays such a
+            launch.
     """
     if type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel
+        kernel.__dict__["_end"] = -changing or None
     return kernel
 
 

@@ -73,7 +73,7 @@ def cast_side_by_side(
     """See `torch_fp8.ops.side_by_side.cast_side_by_side`; sizes are multiples of 16."""
     weights = [x.contiguous() for x in (a, b, c) if x is not None]
     rows, cols = [x.shape[0] for x in weights], a.shape[1]
-    out = a.new_empty((cols, sum(rows)), dtype=torch.uint8)
+    out = a.new_empty((cols, sum(rows)), dtype=dtype)
     scale = new_scale(a)
     tiles = sum(cdiv(n, BLOCK) for n in rows) * cdiv(cols, BLOCK)
     cast_side_by_side_kernel[(tiles,)](
@@ -81,8 +81,7 @@ def cast_side_by_side(
         *weights[: 3 - len(weights)],
         scale_a,
         scale_b,
-        *pointers((scale_c, after), scale_a),
-        out,
+        *pointers((scale_c, after, out), scale_a),
         scale,
         *rows,
         *[0] * (3 - len(rows)),
@@ -92,4 +91,4 @@ def cast_side_by_side(
         num_warps=TILE_WARPS,
         enable_fp_fusion=True,
     )
-    return out.view(dtype), scale
+    return out, scale

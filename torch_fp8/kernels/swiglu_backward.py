@@ -12,7 +12,6 @@ Legend: R rows, C columns of gate and of up; ``sig = sigmoid(gate)``,
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -54,9 +53,10 @@ def _gradients(grad, gate, up):
 
 
 @triton.jit
-def _row_length(cols, JOINED: tl.constexpr):
-    """Return the row length of the output matrix for gradients of `cols` columns."""
-    return cols * 2 if JOINED else cols
+def _moved(tile, start, BLOCK_C: tl.constexpr):
+    """Return the tile of a matrix (R, 2C) that is `tile` of its columns from `start` on."""
+    tile_r, tile_c, r, c, mask = tile
+    return tile_r, tile_c + start // BLOCK_C, r, c + start, mask
 
 
 @quick
@@ -93,10 +93,12 @@ def swiglu_backward_cast_kernel(
     up_s_c,
     rows,
     cols,
+    dgate_start,  # first columns of both gradients, if JOINED
+    dup_start,
     OUT: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
-    JOINED: tl.constexpr,  # gradients are halves of one matrix's rows, and no group spans both
+    JOINED: tl.constexpr,  # both gradients go to dgate's pointers, and no group spans both
     AMAX: tl.constexpr,  # amaxes to raise: at two pointers ("both"), in a row ("pair"), or "" none
     SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,
@@ -119,21 +121,32 @@ def swiglu_backward_cast_kernel(
     dgate, dup = rounded(dgate, OUT), rounded(dup, OUT)
     if AMAX == "pair":
         dup_amax_ptr = amax_ptr + 1
+    elif JOINED:
+        dup_amax_ptr = amax_ptr
     if AMAX != "":
         push_amax(amax_ptr, dgate)
         push_amax(dup_amax_ptr, dup)
     if ROW or COL:
-        width = _row_length(cols, JOINED)
         gate = (dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr)
-        up = (dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr)
-        store_cast(
-            *(dgate, scale_ptr, gate, tile, rows, width),
-            *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, cols),
-        )
-        store_cast(
-            *(dup, dup_scale_ptr, up, tile, rows, width),
-            *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, cols),
-        )
+        if JOINED:
+            store_cast(
+                *(dgate, scale_ptr, gate, _moved(tile, dgate_start, BLOCK_C), rows, cols * 2),
+                *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, dgate_start + cols),
+            )
+            store_cast(
+                *(dup, scale_ptr, gate, _moved(tile, dup_start, BLOCK_C), rows, cols * 2),
+                *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, dup_start + cols),
+            )
+        else:
+            up = (dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr)
+            store_cast(
+                *(dgate, scale_ptr, gate, tile, rows, cols),
+                *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL),
+            )
+            store_cast(
+                *(dup, dup_scale_ptr, up, tile, rows, cols),
+                *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL),
+            )
 
 
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
@@ -171,14 +184,14 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward`."""
     rows, cols = inputs.grad.shape
     both = inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
-    _store_gradients(inputs, *_halves(both, 1, gate_first), joined=True)
+    _store_gradients(inputs, both, None, joined=_starts(cols, gate_first))
     return both
 
 
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward_amax`."""
     largest = amax_bits(inputs.grad)
-    _store_gradients(inputs, None, None, largest, joined=True)
+    _store_gradients(inputs, None, None, largest, joined=(0, 0))
     return largest.view(torch.float32)
 
 
@@ -192,19 +205,14 @@ def gate_up_backward_quantize(
     if not (whole and _casts_at_once(inputs, options)):
         return quantize_2d(gate_up_backward(inputs, gate_first), options)
     layouts = options.new_layouts(grad, 2 * grad.shape[1])
-    halves = [_halves(t, dim, gate_first) for t, dim in zip(layouts, (1, 1, 0, 0), strict=True)]
-    dgate, dup = zip(*halves, strict=True)
-    _launch(inputs, (options, options), (*dgate, *dup), joined=True)
+    casts = (options, options._replace(scale=None, amax=None))
+    _launch(inputs, casts, (*layouts, *[None] * 4), joined=_starts(grad.shape[1], gate_first))
     return layouts
 
 
-def _halves(x: Any, dim: int, gate_first: bool) -> tuple[Any, Any]:
-    """Return views of gate's and up's halves of a matrix; both share a scalar scale or None."""
-    if x is None or x.ndim < 2:
-        return x, x
-    size = x.shape[dim] // 2
-    first, second = x.narrow(dim, 0, size), x.narrow(dim, size, size)
-    return (first, second) if gate_first else (second, first)
+def _starts(cols: int, gate_first: bool) -> tuple[int, int]:
+    """Return the first columns of dgate and dup in a matrix with both."""
+    return (0, cols) if gate_first else (cols, 0)
 
 
 def _casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
@@ -221,7 +229,7 @@ def _store_gradients(
     dgate: Tensor | None,
     dup: Tensor | None,
     largest: Tensor | None = None,
-    joined: bool = False,
+    joined: tuple[int, int] | None = None,
 ) -> None:
     """Store both gradients unless None, without a cast; see `_launch`."""
     others = (None, None, None)
@@ -233,17 +241,17 @@ def _launch(
     casts: Sequence[CastOptions | None],
     layouts: Sequence[Tensor | None],
     largest: Tensor | None = None,
-    joined: bool = False,
+    joined: tuple[int, int] | None = None,
 ) -> None:
     """Fill the layouts of both gradients and raise their amaxes in one launch.
 
     Args:
         casts: cast options of dgate and dup, which differ only in scale and amax; or None twice.
-        layouts: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, views of those of one
-            matrix. Without `casts`, each q is the plain gradient or None.
+        layouts: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, of one matrix, then None.
+            Without `casts`, each q is the plain gradient or None.
         largest: int32 bits of the amaxes to raise without `casts`, (2,), or if `joined` of one for
             both, (); or None.
-        joined: whether both gradients are parts of one matrix.
+        joined: first columns of dgate and dup, if both are parts of one matrix; else None.
     """
     grad, gate, gate_scale, up, up_scale, out_dtype = inputs
     rows, cols = grad.shape
@@ -252,7 +260,9 @@ def _launch(
     strides = [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
         strides += [*x.stride(), *((0, 0) if scale is None else scale.stride())]
-    slots = [amax_slot(cast) for cast in casts] if largest is None else [largest, largest]
+    slots = [amax_slot(cast) for cast in casts]
+    if largest is not None:
+        slots = [largest, None]
     both = slots[0] is not None
     swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
         *pointers((grad, gate, gate_scale, up, up_scale), grad),
@@ -261,10 +271,11 @@ def _launch(
         *strides,
         rows,
         cols,
+        *(joined or (0, 0)),
         OUT=TYPES[out_dtype],
         GATE_SAVED=gate_scale is not None,
         UP_SAVED=up_scale is not None,
-        JOINED=joined,
+        JOINED=joined is not None,
         AMAX="pair" if largest is not None and largest.ndim else "both" if both else "",
         **fused_flags(casts[0], layouts),
         BLOCK_R=ROWS,

@@ -4,7 +4,6 @@ The kernel is memory-bound, with two bytes per element. torch's own copy of a tr
 single bytes reads or writes one byte at a time.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,14 +77,11 @@ def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -
         columns: number of columns of the result, at least R.
         after: a tensor that the kernel takes and does not read, or None.
     """
-    x = qdata.contiguous().view(torch.uint8)
-    rows, cols = x.shape
-    out = torch.empty((cols, columns), dtype=torch.uint8, device=x.device)
+    x, (rows, cols) = qdata.contiguous(), qdata.shape
+    out = x.new_empty((cols, columns))
     if out.numel():
         transpose_kernel[(cdiv(columns, BLOCK), cdiv(cols, BLOCK))](
-            x,
-            out,
-            *pointers((after,), x),
+            *pointers((x, out, after), x),
             rows,
             cols,
             columns,
@@ -94,4 +90,4 @@ def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
-    return out.view(qdata.dtype)
+    return out

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fp8.monitor.series import PREFIX, is_distributed
+from torch_fp8.monitor.series import PREFIX
 from torch_fp8.monitor.statistics import LEFT_OUT
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.tensor.dtensor import local, waited
 
 
@@ -171,7 +172,7 @@ class Losses:
         if not self._waiting:
             return []
         losses = torch.stack([loss for _, loss in self._waiting])
-        if is_distributed():
+        if in_several_ranks():
             dist.all_reduce(losses)
             losses = losses / dist.get_world_size()
         values = list(zip((step for step, _ in self._waiting), losses.tolist(), strict=True))

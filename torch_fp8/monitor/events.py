@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch_fp8.monitor.alarm import Crossing, layer_of
 from torch_fp8.monitor.layer_observer import guarded
 from torch_fp8.monitor.run_log import RunLog
-from torch_fp8.monitor.series import PREFIX, is_distributed
+from torch_fp8.monitor.series import PREFIX
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.scaling import OUTLIER
 from torch_fp8.quantization.wording import first_of
 
@@ -28,14 +29,15 @@ class Events:
     Args:
         name: the model's name if a run trains several.
         say: a function called on every rank with an event's text.
+    Attributes:
+        happened: the events.
         file: the file of rank zero, or None.
     """
 
-    def __init__(
-        self, name: str, say: Callable[[str], None] | None, file: RunLog | None = None
-    ) -> None:
+    def __init__(self, name: str, say: Callable[[str], None] | None) -> None:
         self.happened: list[dict[str, Any]] = []
-        self.file, self.has_failed = file, False
+        self.file: RunLog | None = None
+        self.has_failed = False
         self.of_model = f" of {name}" if name else ""
         self.step = 0
         """The last finished step."""
@@ -48,7 +50,7 @@ class Events:
         with guarded(self.failed):  # an error on one rank must not stop the others
             text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
             if warn or event["event"] == "loss_spike":
-                if not is_distributed() or dist.get_rank() == 0:
+                if not in_several_ranks() or dist.get_rank() == 0:
                     warnings.warn(text, RuntimeWarning, stacklevel=2)
             else:
                 self.tell(text)

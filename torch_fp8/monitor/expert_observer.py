@@ -26,13 +26,12 @@ from torch_fp8.monitor.layer_observer import (
     WEIGHT,
     Observation,
     apart,
-    guarded,
     matrix,
 )
-from torch_fp8.monitor.series import is_distributed
 from torch_fp8.monitor.statistics import UPDATE
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.wording import first_of
 from torch_fp8.tensor.base import QuantizableTensor
@@ -101,11 +100,7 @@ class ExpertObserver:
             self._look(WEIGHT, lambda: weight_statistics(values, payload))
 
     def _look(self, kind: str, statistics: Callable[[], Tensor]) -> None:
-        place = f"{self.name}/{kind}"
-        if place in self.step.seen or not self.step.goes_on:
-            return
-        with apart(), guarded(self.step.failed):
-            self.step.seen[place] = statistics()
+        self.step.look(f"{self.name}/{kind}", statistics)
 
 
 class ExpertObservers(dict[str, ExpertObserver]):
@@ -236,7 +231,7 @@ class ExpertModules:
         """
         counted = [counter.counts is not None for counter in self._counters]
         taken = [counter.taken(device) for counter in self._counters]
-        if taken and is_distributed():
+        if taken and in_several_ranks():
             joined = torch.cat(taken)
             dist.all_reduce(joined)
             pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)

@@ -39,6 +39,12 @@ class Observation:
         self.idle: dict[str, Tensor] = {}
         self.goes_on = True
 
+    def look(self, place: str, statistics: Callable[[], Tensor]) -> None:
+        """Store the statistics of a place, the first ones of the step, unless it is over."""
+        if self.goes_on and place not in self.seen:
+            with apart(), guarded(self.failed):
+                self.seen[place] = statistics()
+
 
 class LayerObserver:
     """Observes the operands of one layer's GEMMs; dropped when the layer is copied or pickled.

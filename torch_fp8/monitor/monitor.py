@@ -51,7 +51,8 @@ from torch_fp8.monitor.parameters import (
     trained,
 )
 from torch_fp8.monitor.run_log import RunLog
-from torch_fp8.monitor.series import PREFIX, Series, is_distributed
+from torch_fp8.monitor.series import PREFIX, Series
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.argument_types import check_arguments
 
 
@@ -120,7 +121,7 @@ class Monitor:
         self._reported: dict[str, Tensor] = {}
         self._spiked_at = 0
         self._measuring = False
-        if folder is not None and (not is_distributed() or dist.get_rank() == 0):
+        if folder is not None and (not in_several_ranks() or dist.get_rank() == 0):
             names = ("monitor", "on_alarm", "recipe", *("smooth_swiglu",) * config.smooth_swiglu)
             shown = {name: getattr(config, name) for name in names}
             self._events.file = RunLog(Path(folder), self.series.names, shown, name)

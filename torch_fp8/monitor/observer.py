@@ -35,8 +35,6 @@ from torch_fp8.monitor.expert_observer import ExpertModules
 from torch_fp8.monitor.layer_observer import (
     LayerObserver,
     Observation,
-    apart,
-    guarded,
     matrix,
     trains,
 )
@@ -117,9 +115,7 @@ class Observer:
         logits, step = output.detach(), self.step
 
         def on_gradient(grad: Tensor) -> None:
-            if step.goes_on and "logits" not in step.seen:
-                with apart(), guarded(self.failed):
-                    step.seen["logits"] = logit_sharpness(matrix(logits), matrix(grad))
+            step.look("logits", lambda: logit_sharpness(matrix(logits), matrix(grad)))
 
         output.register_hook(on_gradient)
 

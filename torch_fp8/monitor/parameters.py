@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.conversion import detect_gated_mlp
+from torch_fp8.conversion import detect_producers
 from torch_fp8.monitor.layer_observer import GRAD_OUTPUT, INPUT, WEIGHT
 from torch_fp8.monitor.statistics import (
     CLIP,
@@ -130,7 +130,7 @@ def gated_mlps(model: nn.Module) -> GatedMLPs:
     """Return the gated MLPs of a model, of any activation, by names without wrappers."""
     return [
         (unwrapped_name(name), module, spec)
-        for name, module, spec in detect_gated_mlp.gated_mlps(model)
+        for name, module, spec in detect_producers.gated_mlps(model)
         if _aligned(module, spec) is not None
     ]
 

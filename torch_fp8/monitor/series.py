@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fp8.monitor.statistics import REDUCTIONS
+from torch_fp8.ops.one_rank import in_several_ranks
 
 PREFIX = "fp8/"
 
@@ -55,7 +56,7 @@ class Series:
 
     def joined(self, vector: Tensor) -> list[float]:
         """Join the vectors of all ranks, and fetch the result; the only wait for the device."""
-        if is_distributed():
+        if in_several_ranks():
             signs = torch.tensor(self._signs, device=vector.device, dtype=torch.float32)
             missing = vector.isnan()
             signed = torch.where(missing, -math.inf, vector * signs)
@@ -72,8 +73,3 @@ class Series:
         """Return the measured numbers by name."""
         pairs = zip(self.names, values, strict=True)
         return {name: value for name, value in pairs if not math.isnan(value)}
-
-
-def is_distributed() -> bool:
-    """Return whether several ranks train together; the page of a run imports no other room."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

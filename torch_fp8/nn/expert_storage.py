@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.frozen_storage import FrozenState
-from torch_fp8.ops.moe_rows import transpose_groups
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
-from torch_fp8.ops.registry import operator
+from torch_fp8.ops.moe_rows import transpose_experts, transpose_groups
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.tensor.payload_cache import PayloadCache
@@ -29,32 +27,6 @@ def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
     options = CastOptions.of(spec, rowwise=True, columnwise=False)
     qdata, scale = transpose_experts(x.qdata, x.scale, options)
     return x._replace(qdata=qdata, scale=scale)
-
-
-def _transpose_fake(qdata: Tensor, scale: Tensor, options: CastOptions) -> tuple[Tensor, Tensor]:
-    experts, rows, cols = qdata.shape
-    return qdata.new_empty(experts, cols, rows), scale.new_empty(experts, cols, 1)
-
-
-@operator(_transpose_fake, opaque=True)
-def transpose_experts(qdata: Tensor, scale: Tensor, options: CastOptions) -> tuple[Tensor, Tensor]:
-    """The operator ``torch_fp8::transpose_experts``: one node of a graph, however many experts.
-
-    Args:
-        qdata: (E, R, C) FP8.
-        scale: (E, R, 1) float32.
-        options: the rowwise cast of the transposes.
-    Returns:
-        (E, C, R) FP8 and (E, C, 1) float32.
-    """
-    turned, scales = _transpose_fake(qdata, scale, options)
-    for i in range(len(qdata)):  # only one expert at a time in float32
-        values = dequantize(QuantizedTensor(qdata[i], scale[i], "rowwise"))
-        of_one, _ = quantize_layouts(values.t(), options)  # (C, R) with a scale (C, 1)
-        assert of_one is not None
-        turned[i].view(torch.uint8).copy_(of_one.qdata.view(torch.uint8))
-        scales[i] = of_one.scale
-    return turned, scales
 
 
 def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:

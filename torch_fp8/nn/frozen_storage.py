@@ -84,9 +84,9 @@ class FrozenStorage(RunsFP8):
     @property
     def frozen_weights(self) -> dict[str, Float8FrozenWeight]:
         """Weights, or this rank's shards of them, that are stored as FP8 only, by name."""
-        weights = ((name, self._parameters.get(name)) for name in self.fp8_weight_names)
-        shards = ((name, local(weight)) for name, weight in weights if weight is not None)
-        return {name: shard for name, shard in shards if isinstance(shard, Float8FrozenWeight)}
+        held: dict[str, Any] = self._parameters
+        shards = {name: local(held.get(name)) for name in self.fp8_weight_names}
+        return {n: shard for n, shard in shards.items() if isinstance(shard, Float8FrozenWeight)}
 
     @property
     def frozen_weight(self) -> Float8FrozenWeight | None:

@@ -1,7 +1,7 @@
 """`Float8GatedMLP`: ``down(silu(gate(x)) * up(x))``, whose product reaches down in FP8.
 
 Conversion picks modules whose own forward is exactly this formula
-(`torch_fp8.conversion.detect_gated_mlp`). gate and up are two layers, or one layer whose output
+(`torch_fp8.conversion.detect_producers`). gate and up are two layers, or one layer whose output
 holds both. The children are called as before, so that hooks, adapters and parallel styles on them
 keep working. Only the product is computed here, and x is cast once for gate and up.
 
@@ -32,6 +32,7 @@ from torch_fp8.autograd.function import (
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, graph_buffers
+from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.linear_function import known_quantizers
@@ -87,12 +88,14 @@ class MLPFP8(NamedTuple):
         spec: names of its layers.
         reads: attributes with which its forward is the formula, with those of the activation, which
             is not called.
+        group: group of gate and up, or None.
     """
 
     name: str
     config: FP8Config
     spec: GatedMLPSpec
     reads: TrialReads
+    group: InputGroup | None = None
 
 
 class Float8GatedMLP(RunsFP8):

@@ -36,7 +36,7 @@ from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.ops.side_by_side import side_by_side
-from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.lazy_quantized import joined, plain
 from torch_fp8.tensor.quantizer import InputPayloads, matrix
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
@@ -118,7 +118,7 @@ class Gradients:
         if self._payloads is None:
             wgrad = self.exchange.options.recipe.wgrad is not None and bool(self.dtypes)
             self._payloads = self.exchange.options.quantizers.grad_output(
-                self.dense(),
+                joined(list(self.outputs.values())),
                 rowwise=-1 in self.readers,
                 columnwise=wgrad,
                 sum_dtype=torch.float32 if self.bias_dtypes else None,
@@ -128,8 +128,7 @@ class Gradients:
 
     def dense(self) -> Tensor:
         """Return the gradients side by side, (M, N1 + N2 + ...)."""
-        outputs = [matrix(plain(grad)) for grad in self.outputs.values()]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return matrix(joined(list(self.outputs.values())))
 
     @property
     def sizes(self) -> list[int]:

@@ -83,7 +83,7 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
 
 def is_peft(module: nn.Module) -> bool:
     """Return whether PEFT defines a module's class, or one that it derives from."""
-    return not _PEFT_CLASSES.isdisjoint(cls.__name__ for cls in type(module).__mro__)
+    return not _PEFT_CLASSES.isdisjoint([cls.__name__ for cls in type(module).__mro__])
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -155,15 +155,14 @@ def skip_reason(
     return weight_reason(module.weight) or _size_reason(module)
 
 
-def expert_weights(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield the qualified names of the fused expert weights of `module` itself.
+def expert_weights(name: str, module: nn.Module) -> list[str]:
+    """Return the qualified names of the fused expert weights of `module` itself.
 
     They are its `stacked_weights` if its class or an attribute has ``expert`` in its name, as in
     all of transformers.
     """
-    names = type(module).__name__, *vars(module), *module._parameters
-    if any("expert" in own.lower() for own in names):
-        yield from stacked_weights(name, module)
+    names = " ".join((type(module).__name__, *vars(module), *module._parameters))
+    return list(stacked_weights(name, module)) if "expert" in names.lower() else []
 
 
 def stacked_weights(name: str, module: nn.Module) -> Iterator[str]:

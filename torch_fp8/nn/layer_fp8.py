@@ -3,9 +3,6 @@
 It holds the layer's configuration, recipe, quantizers, cached payload and delayed scaling, and
 `torch_fp8.revert` deletes it. Methods take the layer if they need its tensors or its mode.
 
-**The repeated forward.** For one token Python's decisions how to multiply dominate. If the weight's
-payload is cached (`torch_fp8.tensor.payload_cache`), `repeated` reuses those of an earlier forward.
-
 Legend: M tokens, K in, N out.
 """
 
@@ -17,19 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import autocast_dtype, warn_of_disabled_autocast
-from torch_fp8.autograd.function import as_text, reshaped
+from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
 from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.nn.scaling_rule import ScalingRule
-from torch_fp8.ops.registry import is_watched
-from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
@@ -206,8 +200,8 @@ class LayerFP8:
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget()
-        if self.delayed is not None and self._records(layer):
-            self.delayed.recorded = True
+        if self.scaling is not None and self._records(layer):
+            self.scaling.recorded = True
         if operands.parts is not None:
             return self.new_options(layer, operands)
         key = operands.dtype, autocast_dtype(operands.weight.device.type), layer.training
@@ -232,75 +226,6 @@ class LayerFP8:
             layer.training,
             compiling and self.scales_known,
         )
-
-    def repeated(self, layer: Any, input: Tensor) -> Tensor | None:
-        """Run a forward without gradients with the decisions of an earlier one.
-
-        Returns:
-            The output (..., N), or None if something has changed, and a full forward has to run.
-        """
-        cache, weight = self.payloads, layer._parameters.get("weight")
-        if weight is None or cache.payload is None or self.emulate:
-            return None
-        if layer.training or not cache.is_current(weight):
-            return None
-        if type(input) is LazyQuantizedTensor:
-            shape, dtype = input.outer_shape, input.outer_dtype
-        elif type(input) is Tensor and not is_watched(input):
-            shape, dtype = input.shape, input.dtype
-        else:
-            return None
-        if not shape or shape[-1] != cache.columns or dtype not in CAST_DTYPES:
-            return None
-        if cache.quantizer is None:
-            if self.observer is not None:
-                return None
-            with torch.inference_mode(False), torch.no_grad():
-                cache.quantizer = self.quantizers(layer).input
-        if type(input) is LazyQuantizedTensor:
-            a = input.production.rowwise(cache.quantizer)
-        else:
-            a, _, _ = cache.quantizer(input, rowwise=True, columnwise=False)
-        if is_watched(a.qdata) or not a.qdata.numel():
-            return None
-        if cache.operand is None:
-            cache.operand = lay_out(cache.payload, cache.columns)
-        out_dtype = autocast_dtype(cache.device_type) or dtype
-        bias = layer._parameters["bias"] if layer.fp8_adds_bias else None
-        bias = bias if bias is None else cast(bias, out_dtype)
-        y = multiply_laid_out(a, cache.operand, out_dtype, self.recipe.fprop.fast_accum, bias)
-        whole = (*shape[:-1], y.shape[1])  # y (M, N)
-        # Like `reshaped`, but faster: (M, N) -> (..., N), and not a view.
-        return y.resize_(whole) if y.is_contiguous() else reshaped(y, whole)
-
-    # ---- a scope without writes to the weight ----------------------------------------------------
-
-    def begin_scope(self, layer: Any, compiled: bool) -> None:
-        """Begin a scope in which nothing writes to the weight; cast it now for compiled graphs."""
-        cache, weight = self.payloads, layer._parameters.get("weight")
-        if not cache.keeps_evaluation or self.recipe.smooth or self.recipe.bf16_forward:
-            return
-        if weight is None or isinstance(weight, DTensor) or not weight.numel():  # FSDP gathers
-            return
-        cache.begin_scope(weight)
-        if not (compiled or cache.captured is not None):
-            return
-        with torch.no_grad(), torch.inference_mode(False):
-            self.quantizers(layer).weight.without_gradients(weight, layer.training)
-        if compiled and cache.payload is not None:
-            cache.captured = cache.payload
-            for part in cache.payload[:2]:  # a compiler's CUDA graphs read this memory
-                torch._dynamo.mark_static_address(part, guard=False)
-            self.served = tuple(cache.payload)
-
-    def end_scope(self, keep_graphs: bool) -> None:
-        """End the scope.
-
-        Args:
-            keep_graphs: whether CUDA graphs captured inside will be replayed later.
-        """
-        self.served = None
-        self.payloads.end_scope(keep_graphs)
 
     def release(self) -> None:
         """Free cached payloads and quantizers, before weight and scales move."""

@@ -55,6 +55,7 @@ from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
+from torch_fp8.nn.repeated_forward import repeated
 from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
@@ -114,7 +115,7 @@ class Float8Layer(FrozenStorage):
         if compiling:
             return _in_graph(self, input)
         if not torch.is_grad_enabled():
-            output = self.fp8.repeated(self, input)
+            output = repeated(self, input)
             if output is not None:
                 return output
         operands = self.fp8.operands(self, input)

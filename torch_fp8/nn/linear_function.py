@@ -68,7 +68,8 @@ class LinearOptions(NamedTuple):
 
     def quantizers_of(self, buffers: tuple[Tensor, ...]) -> Quantizers:
         """Return the quantizers with the scales and slots of a graph's buffers, if it has any."""
-        return self.quantizers.in_graph(self.ready, self.training, buffers)
+        quantizers = self.quantizers
+        return quantizers.in_graph(self.ready, self.training, buffers) if buffers else quantizers
 
 
 def linear(

@@ -20,7 +20,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -30,6 +29,7 @@ from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.wording import counted, first_of
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
@@ -173,8 +173,7 @@ def _is_of_this_rank(layer: Float8Layer) -> bool:
 
     All ranks use sharded weights alike. For other weights a hook notes it in the next backward.
     """
-    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not ranks or isinstance(layer.weight, DTensor):
+    if not in_several_ranks() or isinstance(layer.weight, DTensor):
         return True
     if layer not in _read:
         _read[layer], reference = False, weakref.ref(layer)

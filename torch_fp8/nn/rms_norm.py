@@ -1,6 +1,6 @@
 """`Float8RMSNorm`: an RMSNorm that emits FP8 for FP8 layers and saves its input in FP8.
 
-Conversion picks the RMSNorms of Hugging Face and torch (`torch_fp8.conversion.detect_rms_norm`).
+Conversion picks the RMSNorms of Hugging Face and torch (`torch_fp8.conversion.detect_producers`).
 
 For backward it saves x in E4M3 with a scale for each 128 elements of a row, and one float32 rstd
 per row: 1.03 bytes per element, where eager Hugging Face code saves 6 (x in float32 and the

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,17 +49,38 @@ def rollout(
         layer.training = False
     try:
         for layer in layers:
-            layer.fp8.begin_scope(layer, compiled)
+            _begin_scope(layer, compiled)
         for cache, weight in experts:
             cache.begin_scope(weight)
         yield
     finally:
         for layer in layers:
-            layer.fp8.end_scope(keep_graphs)
+            layer.fp8.served = None
+            layer.fp8.payloads.end_scope(keep_graphs)
         for cache, _ in experts:
             cache.end_scope(keep_graphs)
         for layer in trained:
             layer.train()
+
+
+def _begin_scope(layer: Float8Layer, compiled: bool) -> None:
+    """Begin a scope in which nothing writes to the weight; cast it now for compiled graphs."""
+    fp8: Any = layer.fp8
+    cache, weight = fp8.payloads, layer._parameters.get("weight")
+    if not cache.keeps_evaluation or fp8.recipe.smooth or fp8.recipe.bf16_forward:
+        return
+    if weight is None or isinstance(weight, DTensor) or not weight.numel():  # FSDP gathers
+        return
+    cache.begin_scope(weight)
+    if not (compiled or cache.captured is not None):
+        return
+    with torch.no_grad(), torch.inference_mode(False):
+        fp8.quantizers(layer).weight.without_gradients(weight, layer.training)
+    if compiled and cache.payload is not None:
+        cache.captured = cache.payload
+        for part in cache.payload[:2]:  # a compiler's CUDA graphs read this memory
+            torch._dynamo.mark_static_address(part, guard=False)
+        fp8.served = tuple(cache.payload)
 
 
 def _serves(layer: Float8Layer) -> bool:

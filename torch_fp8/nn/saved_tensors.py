@@ -17,9 +17,12 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
     train such a weight under autocast, because they save their cast copy of it.
     """
-    present = {name: t for name, t in tensors.items() if t is not None}
-    if not torch.compiler.is_compiling():
-        present = {name: t.clone() if t.is_inference() else t for name, t in present.items()}
+    is_eager = not torch.compiler.is_compiling()
+    present = {
+        name: t.clone() if is_eager and t.is_inference() else t
+        for name, t in tensors.items()
+        if t is not None
+    }
     ctx.saved_names = tuple(present)
     ctx.split_names = [name for name, t in present.items() if isinstance(t, SplitWeight)]
     ctx.save_for_backward(*present.values())

@@ -107,10 +107,15 @@ class Gradients:
         self._dense: dict[int, Tensor] = {}
         self._made: dict[tuple[int, CastOptions], Payloads] = {}
         self._amax: Tensor | None = None
+        self._joined: LazySource | None = None
 
     def production(self, i: int, name: str) -> LazySource:
-        """Return gradient `i` as a `LazySource`."""
-        return LazySource(name, (self.inputs.grad,), _OneGradient(self, i))
+        """Return gradient `i` as a `LazySource`, which is half of that for a group of layers."""
+        if self._joined is None:
+            self._joined = JoinedGradient(self.inputs, True).production(0, name)
+        source = LazySource(name, (self.inputs.grad,), _OneGradient(self, i))
+        source.half = self._joined, i
+        return source
 
     def dense(self, i: int) -> Tensor:
         """Return gradient `i` as a plain tensor (R, C), which is not kept for a second call."""

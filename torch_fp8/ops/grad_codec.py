@@ -101,14 +101,16 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
         keys: the keys of the random bits.
     """
     rows, cols = x.shape
-    multiplier = torch.ones((), dtype=torch.float32, device=x.device)
+    by_kernel = x.is_cuda and x.numel() > 0
+    factor = torch.empty if by_kernel else torch.ones
+    multiplier = factor((), dtype=torch.float32, device=x.device)
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
     scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
     parts = GradientParts(qdata, scale, multiplier)
-    if x.is_cuda:
+    if by_kernel:
         from torch_fp8.kernels.grad_codec import encode_gradient
 
-        encode_gradient(x, qdata, scale, None, keys)
+        encode_gradient(x, *parts, keys, False)
     elif x.device.type != "meta":
         for part in row_parts(rows, cols):
             _encode_rows(parts, part, x[part].float(), keys)
@@ -117,10 +119,10 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
 
 def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
     """Add `x` to a quantized gradient in place; for the arguments see `quantize_gradient`."""
-    if x.is_cuda:
+    if x.is_cuda and x.numel():
         from torch_fp8.kernels.grad_codec import encode_gradient
 
-        encode_gradient(x, *target, keys)
+        encode_gradient(x, *target, keys, True)
     elif x.device.type != "meta":
         for part in row_parts(*x.shape):
             total = decode_rows(target, part) + x[part].float()

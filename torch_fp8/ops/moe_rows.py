@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.ops.quantize import (
+    QuantizedTensor,
+    cast_saturating,
+    dequantize,
+    quantize_layouts,
+)
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT, format_of
 from torch_fp8.quantization.payload_shape import multiple_of_16
@@ -185,3 +191,31 @@ def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
     for entry in row.unbind(1)[1:]:
         total = total + rows[entry].float()
     return total.to(rows.dtype)
+
+
+def _transpose_experts_fake(
+    qdata: Tensor, scale: Tensor, options: CastOptions
+) -> tuple[Tensor, Tensor]:
+    experts, rows, cols = qdata.shape
+    return qdata.new_empty(experts, cols, rows), scale.new_empty(experts, cols, 1)
+
+
+@operator(_transpose_experts_fake, opaque=True)
+def transpose_experts(qdata: Tensor, scale: Tensor, options: CastOptions) -> tuple[Tensor, Tensor]:
+    """The operator ``torch_fp8::transpose_experts``: one node of a graph, however many experts.
+
+    Args:
+        qdata: (E, R, C) FP8.
+        scale: (E, R, 1) float32.
+        options: the rowwise cast of the transposes.
+    Returns:
+        (E, C, R) FP8 and (E, C, 1) float32.
+    """
+    turned, scales = _transpose_experts_fake(qdata, scale, options)
+    for i in range(len(qdata)):  # only one expert at a time in float32
+        values = dequantize(QuantizedTensor(qdata[i], scale[i], "rowwise"))
+        of_one, _ = quantize_layouts(values.t(), options)  # (C, R) with a scale (C, 1)
+        assert of_one is not None
+        turned[i].view(torch.uint8).copy_(of_one.qdata.view(torch.uint8))
+        scales[i] = of_one.scale
+    return turned, scales

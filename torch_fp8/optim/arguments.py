@@ -47,9 +47,8 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.class_swap import user_class
-from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import adapter_modules, high_precision_modules, matches
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import refuse_training
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.state import is_large
@@ -216,7 +215,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
             if module not in heads:
                 of_adapters = "of adapters" if module in adapters else None
                 reason = of_adapters or _reason(name, module, parents.get(module), config)
-            own = module.fp8_weights if isinstance(module, Float8Experts) else ()
+            own = module.fp8_weights if isinstance(module, FrozenStorage) else ()
             if reason is None and key != "weight" and not any(w is parameter for w in own):
                 reason = f"of {type(module).__name__}, besides its weight"
             if reasons.get(parameter) is None:  # one owner with a reason is enough
@@ -262,7 +261,5 @@ def _reason(
         return "in an embedding with sparse gradients"
     if isinstance(module, ParametrizationList):
         return "parametrized"
-    known = isinstance(module, (Float8Layer, Float8Experts, nn.Embedding)) or has_linear_forward(
-        module
-    )
+    known = isinstance(module, (FrozenStorage, nn.Embedding)) or has_linear_forward(module)
     return None if known else f"of {type(module).__name__}"

@@ -31,7 +31,7 @@ from torch_fp8.optim.gradient_slot import attach_slots, detach_slots
 from torch_fp8.optim.kept_payloads import keep_payloads
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.report import OptimizerReport, in_words
+from torch_fp8.optim.report import OptimizerReport
 from torch_fp8.optim.residual import drop_residuals
 from torch_fp8.optim.split_optimizer import (
     SplitOptimizer,
@@ -189,7 +189,15 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
     if model is not None:
         _keep_dtypes(optimizer, model)
     num_split += len(to_split)
-    return {"num_split": num_split, "num_float32": len(stay), "why_float32": in_words(stay)}
+    return {"num_split": num_split, "num_float32": len(stay), "why_float32": _in_words(stay)}
+
+
+def _in_words(reasons: list[str]) -> str | None:
+    """Join the distinct reasons, with counts if they differ, or return None if there are none."""
+    counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
+    if len(counts) < 2:
+        return next(iter(counts), None)
+    return "; ".join(f"{count} {reason}" for reason, count in counts.items())
 
 
 def _wrapped(model: nn.Module | None) -> set[Tensor]:

@@ -67,7 +67,7 @@ class ConvertedOptimizer(Optimizer):
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return (index, group, parameter) for each parameter; the index keys the rounding."""
-        parameters = ((g, p) for g in self.param_groups for p in g["params"])
+        parameters = [(group, p) for group in self.param_groups for p in group["params"]]
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
     def step_of(self, parameter: Tensor) -> int:

@@ -19,7 +19,7 @@ and adds missing slots in each step. A lost slot costs memory, not correctness. 
 split and reorder groups in between.
 """
 
-import itertools
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -153,15 +153,14 @@ class GradientSlot:
         """Return the random bits for the rounding of a new gradient."""
         row, col, row_length = shard_origin(parameter)
         rank = 0 if self.exchange is None else self.exchange.rank
-        return Rounding(self._counters, row * row_length + col, rank)
+        counters = functools.partial(self._counters, weakref.ref(parameter))
+        return Rounding(counters, row * row_length + col, rank)
 
-    def _counters(self) -> tuple[int, ...]:
+    def _counters(self, reference: "weakref.ref[Tensor]") -> tuple[int, ...]:
         """Return seed, step and parameter index, which are the same in a resumed run."""
-        optimizer = self._optimizer()
+        optimizer, parameter = self._optimizer(), reference()
         if optimizer is None:
             return (self.index,)
-        every = (p for group in optimizer.param_groups for p in group["params"])
-        parameter = next(itertools.islice(every, self.index, None), None)
         step = 0 if parameter is None else optimizer.step_of(parameter)
         return optimizer.fp8_config.seed, step, self.index
 

@@ -87,24 +87,23 @@ def payloads_fit(casts: Mapping[Halves, PayloadCast], optimizer: Optimizer) -> b
         casts: the weights and their casts.
         optimizer: the optimizer that trains them, and perhaps other parameters.
     """
+    free = free_bytes(next(iter(casts)).high.device)
+    if free is None or not can_ask():
+        return False
     payloads = sum(cast.num_bytes(halves) for halves, cast in casts.items())
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     trained = (p for p in parameters if p.requires_grad and not is_lazy(p))
     later = LATER_BYTES * sum(p.numel() for p in trained)
-    device = next(iter(casts)).high.device
-
-    def answer() -> str:
-        return "keep" if SHARE * payloads <= free_bytes(device) - later else "cast"
-
-    return can_ask() and answer_of_one(repr(("payloads", payloads, later)), answer) == "keep"
+    answer = "keep" if SHARE * payloads <= free - later else "cast"
+    return answer_of_one(repr(("payloads", payloads, later)), lambda: answer) == "keep"
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int | None:
     """Return the bytes of a CUDA device that nobody uses, or that torch's allocator holds unused.
 
-    It is 0 on other devices.
+    It is None for other devices.
     """
     if device.type != "cuda":
-        return 0
+        return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

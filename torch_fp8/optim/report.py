@@ -71,11 +71,3 @@ class OptimizerReport:
             return ""
         weights = "weight stays" if self.num_float32 == 1 else "weights stay"
         return f", {self.num_float32} {weights} float32: {self.why_float32}"
-
-
-def in_words(reasons: list[str]) -> str | None:
-    """Join the distinct reasons, with counts if they differ, or return None if there are none."""
-    counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
-    if len(counts) < 2:
-        return next(iter(counts), None)
-    return "; ".join(f"{count} {reason}" for reason, count in counts.items())

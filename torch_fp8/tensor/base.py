@@ -157,6 +157,17 @@ def input_stand_ins(
     return qdata, stand_in(shape, torch.float32, row.qdata)
 
 
+def wrapper(cls: Any, shape: Any, dtype: torch.dtype, device: Any, **layout: Any) -> Any:
+    """Return a new tensor of a subclass, which has no memory of its own.
+
+    Args:
+        cls: the subclass.
+        shape, dtype, device: what the tensor reads as.
+        layout: ``strides`` and ``storage_offset``, if not those of a new tensor.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, **layout)
+
+
 def view_shape(func: Any, x: QuantizableTensor, args: tuple[Any, ...]) -> torch.Size | None:
     """Return the new shape if `func` makes a view that keeps the last dimension; else None."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.function import outside_inference_mode
-from torch_fp8.tensor.base import send_shared
+from torch_fp8.tensor.base import send_shared, wrapper
 from torch_fp8.tensor.readable import (
     Readable,
     collective,
@@ -151,14 +151,8 @@ class EncodedView(Readable):
 
     @staticmethod
     def __new__(cls, base: Any, replay: Any, like: Tensor) -> "EncodedView":
-        self: EncodedView = torch.Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=base.device,
-        )
+        layout = {"strides": like.stride(), "storage_offset": like.storage_offset()}
+        self: EncodedView = wrapper(cls, like.shape, like.dtype, base.device, **layout)
         self.base, self.replay = base, replay
         return self
 

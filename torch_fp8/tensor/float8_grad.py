@@ -35,6 +35,7 @@ from torch_fp8.ops.grad_codec import (
     zero_gradient,
 )
 from torch_fp8.quantization.block_scaled import matrix_shape
+from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.encoded import Encoded, plain
 
 _aten: Any = torch.ops.aten
@@ -67,9 +68,7 @@ class Float8Grad(Encoded):
         dtype: torch.dtype,
         rounding: Rounding | None = None,
     ) -> "Float8Grad":
-        self: Float8Grad = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=parts.qdata.device
-        )
+        self: Float8Grad = wrapper(cls, shape, dtype, parts.qdata.device)
         self.qdata, self.scale, self.multiplier = parts
         self.rounding = rounding or Rounding()
         return self

@@ -1,11 +1,17 @@
-"""`FrozenPayload`: the FP8 bytes of a frozen weight, and functions that make them.
+"""`FrozenPayload`: the FP8 bytes of a frozen weight, from a weight or from an FP8 checkpoint.
 
-``W ~= qdata.float() * scale``. Scales computed by this package are powers of two, so that BF16
-holds every value exactly. Scales from other sources are kept unchanged.
+``W ~= qdata.float() * scale``, whatever a format calls the scale (``weight_scale_inv`` is a
+multiplier, too). Scales computed by this package are powers of two, so that BF16 holds every value
+exactly. Scales from other sources are kept unchanged.
+
+A checkpoint has E4M3 codes and float32 scales of rectangular blocks. The shape of the scales gives
+the size of the blocks: () or (1, 1) for one scale, (N, 1) for one per row, (ceil(N / 128),
+ceil(K / 128)) for blocks of 128 x 128, (N, ceil(K / 32)) for groups of 32. N are output features,
+K input features.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_stacked
+from torch_fp8.quantization.block_scaled import row_parts
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.halves import VERSIONS
@@ -129,7 +136,7 @@ class FrozenPayload:
     @property
     def num_bytes(self) -> int:
         """Number of bytes of codes and scales."""
-        return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale))
+        return self.qdata.nbytes + self.scale.nbytes
 
     def copied(self) -> "FrozenPayload":
         """Return a copy that no layer owns."""
@@ -140,43 +147,94 @@ class FrozenPayload:
         return self.copied()
 
 
+FROZEN_BLOCK = (128, 128)
+"""Rows and columns that share a scale in frozen weights, and in the recipe ``blockwise``."""
+
+
+@dataclass(frozen=True)
+class FP8Weight:
+    """The exact value of a weight in an FP8 checkpoint.
+
+    Attributes:
+        qdata: (N, K) float8_e4m3fn.
+        scale: (ceil(N / R), ceil(K / C)) float32, positive and finite.
+        block: (R, C), numbers of rows and columns that share a scale.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+    def to(self, device: torch.device) -> "FP8Weight":
+        """Return the weight on another device."""
+        return FP8Weight(self.qdata.to(device), self.scale.to(device), self.block)
+
+    def scale_for(self, spec: CastSpec) -> Tensor | None:
+        """Return the scale of a frozen weight with these codes, or None if its blocks do not fit.
+
+        Args:
+            spec: cast of the frozen weight, ``block_128x128`` or ``tensorwise``. If this weight has
+                a single scale, each block gets it.
+        """
+        if spec.granularity == "tensorwise":
+            return self.scale.reshape(()) if self.scale.numel() == 1 else None
+        if self.scale.numel() == 1:
+            rows, cols = self.qdata.shape
+            return self.scale.reshape(1, 1).expand(scale_shape(rows, cols, spec.granularity))
+        return self.scale if self.block == FROZEN_BLOCK else None
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of rows with their float32 values (r, K).
+
+        A value is the code times the scale, rounded once (relative error 2^-24).
+        """
+        for rows in row_parts(*self.qdata.shape):
+            yield rows, self.qdata[rows].float().mul_(_spread(self, rows))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K) in `dtype`, rounded once more for BF16 or float16."""
+        whole = torch.empty(self.qdata.shape, dtype=dtype, device=self.qdata.device)
+        for rows, value in self.parts():
+            whole[rows] = value
+        return whole
+
+
+def scale_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape (ceil(N / R), ceil(K / C)) of the scales of a weight (N, K)."""
+    return tuple(-(-n // side) for n, side in zip(shape, block, strict=True))
+
+
+def _spread(weight: FP8Weight, rows: slice) -> Tensor:
+    """Return a scale for each element of some rows: (rows, K), or a shape that broadcasts to it."""
+    scale, (height, width) = weight.scale, weight.block
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    index = torch.arange(rows.start, rows.stop, device=scale.device) // height
+    scale = scale[index]  # (rows, ceil(K / C))
+    cols = weight.qdata.shape[1]
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]
+
+
 def freeze_tensor(
-    weight: Tensor, spec: CastSpec, name: str, dtype: torch.dtype | None = None
+    weight: Tensor | FP8Weight, spec: CastSpec, name: str, dtype: torch.dtype | None = None
 ) -> FrozenPayload:
     """Quantize a weight (R, C), or stacked weights (E, R, C).
 
     Args:
-        weight: float32, bfloat16 or float16.
+        weight: float32, bfloat16 or float16; or the weight of an FP8 checkpoint, whose codes are
+            kept if its blocks fit.
         spec: cast, ``block_128x128`` or ``tensorwise`` in E4M3; ``rowwise`` if stacked.
         name: qualified name, for errors.
-        dtype: dtype of the weight when it is thawed, or None for its current dtype.
+        dtype: dtype of the weight when it is thawed, or None for its current dtype, which is BF16
+            for an FP8 checkpoint.
     """
+    if isinstance(weight, FP8Weight):
+        scale = weight.scale_for(spec)
+        if scale is not None:
+            return FrozenPayload(_compact(weight.qdata), _compact(scale), spec, name)
+        weight, dtype = weight.dequantize(), DTYPE
     row = quantize_stacked(weight.data, spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)
-
-
-def frozen_from_bytes(
-    qdata: Tensor, scale: Tensor, spec: CastSpec, name: str, dtype: torch.dtype
-) -> FrozenPayload:
-    """Return a payload for bytes that are already quantized.
-
-    Args:
-        qdata: (R, C) E4M3.
-        scale: float32 dequantization scale of the shape for `spec`, with any positive values.
-        spec, name, dtype: arguments of `freeze_tensor`.
-    Raises:
-        ValueError: the scale has another shape or dtype.
-    """
-    shape: tuple[int, ...] = ()
-    if spec.granularity != "tensorwise":
-        rows, cols = qdata.shape
-        shape = scale_shape(rows, cols, spec.granularity)
-    if tuple(scale.shape) != shape or scale.dtype != torch.float32:
-        raise ValueError(
-            f"{name}: a weight {tuple(qdata.shape)} with {spec.granularity} scales takes float32 "
-            f"scales {shape}, got {scale.dtype} {tuple(scale.shape)}"
-        )
-    return FrozenPayload(_compact(qdata), _compact(scale), spec, name, dtype)
 
 
 def _compact(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.function import outside_inference_mode
 from torch_fp8.ops.quantize import transposed
-from torch_fp8.tensor.base import Payloads, QuantizableTensor
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, wrapper
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.halves import VERSIONS
@@ -46,9 +46,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
             # For each move, Accelerate's offloading makes a new Parameter of the old one's class.
             return nn.Parameter(payload, requires_grad=requires_grad)
         qdata = payload.qdata
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, qdata.shape, strides=qdata.stride(), dtype=DTYPE, device=qdata.device
-        )
+        self = wrapper(cls, qdata.shape, DTYPE, qdata.device, strides=qdata.stride())
         self.payload = payload
         return self
 

@@ -80,10 +80,15 @@ class Halves:
     def current_amax(self) -> Tensor | None:
         """Return the amax, always in the memory that graphs read, or None if it is not kept."""
         amax = self.amax
-        if amax is not None and (self.measured != self.version or in_shared_memory(self.high)):
+        if amax is not None and not self.is_measured:
             amax.copy_(tensor_amax(self.high))
             self.measured = self.version
         return amax
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the amax is that of the current weight."""
+        return self.measured == self.version and not in_shared_memory(self.high)
 
     def keep_payload(self, cast: PayloadCast | None) -> None:
         """Keep the result of a cast from step to step, or None to keep nothing."""
@@ -114,6 +119,14 @@ class Halves:
     def is_filled(self) -> bool:
         """Whether the payload is a cast of the current weight."""
         return self.filled == self.version and not in_shared_memory(self.high)
+
+    def graph_amax(self) -> Any:
+        """Return `current_amax`; Dynamo does not trace how it is renewed."""
+        return self.amax if self.is_measured else _renewed(self.current_amax)
+
+    def graph_payload(self) -> Any:
+        """Return `current_payload` of the cast that is kept, as `graph_amax` does."""
+        return self.payload if self.is_filled else _renewed(self.current_payload, self.cast)
 
     def keep_like(self, old: "Halves") -> None:
         """Keep what the halves that these replace kept."""
@@ -200,6 +213,11 @@ class Halves:
     def tensors(self) -> list[Tensor]:
         """The stored tensors: the BF16 half, and the residual if there is one."""
         return [self.high] if self.residual is None else [self.high, self.residual]
+
+
+@torch.compiler.disable
+def _renewed(compute: Callable[..., Any], *arguments: Any) -> Any:
+    return compute(*arguments)
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor
-from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors, wrapper
 from torch_fp8.tensor.producer import LazySource, modifies
-from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.quantizer import Quantizer, matrix, source_of, with_source
 
 _aten: Any = torch.ops.aten
 
@@ -63,9 +63,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         cls, production: LazySource, shape: Sequence[int], dtype: torch.dtype
     ) -> "LazyQuantizedTensor":
         device, size = production.sources[0].device, torch.Size(shape)
-        self: LazyQuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=dtype, device=device
-        )
+        self: LazyQuantizedTensor = wrapper(cls, size, dtype, device)
         self.production, self.outer_shape, self.outer_dtype = production, size, dtype
         return self
 
@@ -153,6 +151,25 @@ def plain(x: Any) -> Any:
     if x.connected is None:
         x.connected = _Plain.apply(x)
     return x.connected
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return results (..., C) as one matrix (R, C1 + C2 + ...).
+
+    It is computed when it is read, if the parts are the halves of one result.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    sources = [x.production if isinstance(x, LazyQuantizedTensor) else source_of(x) for x in parts]
+    halves = [None if source is None else source.half for source in sources]
+    whole = None if halves[0] is None else halves[0][0]
+    if whole is None or halves != [(whole, 0), (whole, 1)]:
+        return torch.cat([matrix(plain(x)) for x in parts], 1)
+    first = parts[0]
+    if isinstance(first, LazyQuantizedTensor):
+        rows, cols = first.outer_shape[:-1].numel(), first.outer_shape[-1]
+        return LazyQuantizedTensor(whole, (rows, 2 * cols), first.outer_dtype)
+    return with_source(torch.cat([matrix(x) for x in parts], 1), whole)
 
 
 class _Plain(torch.autograd.Function):

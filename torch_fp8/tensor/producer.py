@@ -92,12 +92,14 @@ class LazySource:
         largest: largest magnitude, or None.
         raised: slots that were raised to the amax.
         reads: in a graph, reads of the result by groups (`torch_fp8.nn.input_group`), by group.
+        half: result (R, 2 C) whose columns begin (0) or end (1) with this one, and which; or None.
     """
 
     written_by: str | None = None
     plain: Tensor | None = None
     largest: Tensor | None = None
     reads: dict[Any, Any] | None = None
+    half: "tuple[LazySource, int] | None" = None
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from torch_fp8.quantization.block_scaled import (
 from torch_fp8.quantization.formats import MOMENT1, MOMENT2, ByteFloat
 from torch_fp8.quantization.linear_int8 import GROUP, LinearInt8, thresholds
 from torch_fp8.quantization.stochastic_rounding import element_index
+from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.encoded import Encoded, plain
 
 
@@ -43,9 +44,7 @@ class QuantizedState(Encoded):
 
     @staticmethod
     def __new__(cls: Any, codes: Any, shape: torch.Size, format: Any = None) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.float32, device=codes.qdata.device
-        )
+        self = wrapper(cls, shape, torch.float32, codes.qdata.device)
         self.codes, self.format = codes, format
         return self
 

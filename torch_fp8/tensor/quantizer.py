@@ -178,10 +178,11 @@ class WeightQuantizer(NamedTuple):
 
     def kept_payload(self, weight: Tensor) -> QuantizedTensor | None:
         """Return the kept payload of which backward reads the bytes, as `weight` is stored."""
-        cast = PayloadCast.of(self.quantizer.spec, self.transposed)
-        if not isinstance(weight, SplitWeight) or weight.halves.cast != cast:
+        if not isinstance(weight, SplitWeight) or weight.halves.cast is None:
             return None
-        return weight.halves.payload if cast.serves_backward and weight.halves.is_filled else None
+        halves, cast = weight.halves, PayloadCast.of(self.quantizer.spec, self.transposed)
+        fits = halves.cast == cast and cast.serves_backward and halves.is_filled
+        return halves.payload if fits else None
 
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, after: Tensor | None = None
@@ -198,12 +199,13 @@ class WeightQuantizer(NamedTuple):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
             row, col = type(weight).quantize(weight, self.quantizer, **needs, after=after)
         else:
-            payload = self.kept_payload(weight)
-            if payload is not None:
-                layout = payload if flip else transposed(payload, after)
-                assert layout is not None
-                return layout
-            weight = weight.halves.high if isinstance(weight, SplitWeight) else weight
+            if isinstance(weight, SplitWeight):
+                payload = self.kept_payload(weight)
+                if payload is not None:
+                    layout = payload if flip else transposed(payload, after)
+                    assert layout is not None
+                    return layout
+                weight = weight.halves.high
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
@@ -241,15 +243,13 @@ class Quantizers(NamedTuple):
     observer: Any = None
 
     def in_graph(self, ready: bool, training: bool, buffers: tuple[Tensor, ...]) -> "Quantizers":
-        """Return these quantizers with the scales and slots of a graph's buffers, if there are any.
+        """Return these quantizers with the scales and slots of a graph's buffers.
 
         Args:
             ready: whether the scales are known.
             training: whether amaxes of input and weight are recorded.
             buffers: see `torch_fp8.nn.delayed_scaling.BUFFERS`, without the histories.
         """
-        if not buffers:
-            return self
         scales, *slots = buffers  # (3, 4); () of input, weight and gradient
         known = [scales[i, 0] if ready else None for i in range(3)]
         recorded = slots if training else (None, None, slots[2])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.function import outside_inference_mode
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
-from torch_fp8.tensor.base import in_shared_memory
+from torch_fp8.tensor.base import in_shared_memory, wrapper
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
@@ -45,9 +45,7 @@ class SplitTensor(Encoded):
         if isinstance(halves, Tensor):  # other code calls type(p)(x)
             return nn.Parameter(halves, requires_grad)
         high = halves.high
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, high.shape, strides=high.stride(), dtype=torch.float32, device=high.device
-        )
+        self = wrapper(cls, high.shape, torch.float32, high.device, strides=high.stride())
         self.halves = halves
         return self
 
@@ -215,22 +213,10 @@ class SplitWeight(SplitTensor):
     def residual(self) -> Tensor | None:
         return self.halves.residual
 
-    @property
-    @torch.compiler.disable
-    def fp8_amax(self) -> Tensor | None:
-        return self.halves.current_amax()
-
-    @property
-    @torch.compiler.disable
-    def fp8_payload(self) -> Tensor | None:
-        payload = self.halves.current_payload(self.halves.cast)
-        return None if payload is None else payload.qdata
-
-    @property
-    @torch.compiler.disable
-    def fp8_scale(self) -> Tensor | None:
-        payload = self.halves.current_payload(self.halves.cast)
-        return None if payload is None else payload.scale
+    # Inputs of graphs, which each call reads.
+    fp8_amax = property(lambda self: self.halves.graph_amax())
+    fp8_payload = property(lambda self: self.halves.graph_payload().qdata)
+    fp8_scale = property(lambda self: self.halves.graph_payload().scale)
 
     @staticmethod
     def __tensor_unflatten__(

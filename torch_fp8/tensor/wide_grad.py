@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.encoded import Encoded, plain
 
 _aten: Any = torch.ops.aten
@@ -33,13 +34,8 @@ class WideGrad(Encoded):
 
     @staticmethod
     def __new__(cls: Any, stored: Tensor) -> "WideGrad":
-        self: WideGrad = torch.Tensor._make_wrapper_subclass(
-            cls,
-            stored.shape,
-            strides=stored.stride(),
-            dtype=torch.float32,
-            device=stored.device,
-        )
+        strides = stored.stride()
+        self: WideGrad = wrapper(cls, stored.shape, torch.float32, stored.device, strides=strides)
         self.stored = stored
         return self
 

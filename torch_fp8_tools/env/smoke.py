@@ -36,10 +36,10 @@ from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8.quantization.formats import E4M3, E5M2, MIN_CAPABILITY
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, CastSpec, Gemm, Granularity, make_recipe
 from torch_fp8_tools.env.hosts import child_environment
 from torch_fp8_tools.env.result import FAILED, NOT_RUN, OK, SUBJECTS, Result, last_line, one_line
+from torch_fp8_tools.metrics import sqnr_db, worst_row_sqnr_db
 
 SECTION = "self-test"
 KERNELS, *_, FROZEN = SUBJECTS

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.config import FP8Config
-from torch_fp8.ops.hardware import check_card
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.wording import check_choice
@@ -56,6 +55,13 @@ _WITHOUT_FP8 = {
 }
 
 
+def _check_card(name: str, capability: tuple[int, int], recipe: str) -> None:
+    """Refuse a card that cannot run the recipe; ``torch-fp8 --help`` needs no operators."""
+    from torch_fp8.ops.hardware import check_card
+
+    check_card(name, capability, recipe)
+
+
 def card_named(name: str) -> Card:
     """Return a card by its name, in any case.
 
@@ -64,7 +70,7 @@ def card_named(name: str) -> Card:
     """
     key = str(name).lower()
     if key in _WITHOUT_FP8:
-        check_card(str(name), _WITHOUT_FP8[key], "tensorwise")
+        _check_card(str(name), _WITHOUT_FP8[key], "tensorwise")
     check_choice("card", key, CARDS)
     return CARDS[key]
 
@@ -135,7 +141,7 @@ class Setup:
             )
         check_choice("recipe", recipe, ("auto", *RECIPES))
         planned = _AUTO if recipe == "auto" else recipe
-        check_card(chosen.name, chosen.capability, planned)
+        _check_card(chosen.name, chosen.capability, planned)
         if method == "rlhf":
             raise ValueError(
                 "method='rlhf' is no longer planned: plan each trained model, and add a byte for "

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.internals import (
     MARGIN,
     LayerShape,
+    LayerTimes,
     SplitWeight,
     candidates,
     check_style,
@@ -171,7 +172,7 @@ def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level
     convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
     fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
     assert fresh
-    halves = [halves_of(r.layer.weight) for r in fresh if r.recipe]
+    halves = [halves_of(r.layers[0].weight) for r in fresh if r.recipe]
     if level == "O1":
         assert not any(halves)
     assert {h is not None and h.payload is not None for h in halves} == {cache}
@@ -263,7 +264,7 @@ def test_nothing_is_measured_of_what_stays_anyway(timed):
     timer = timed({WIDE: (100, fp8(60)), SMALL: (10, fp8(5))})
     skip = FP8Config(tokens=16, skip=("narrow",))
     assert convert_to_float8(model(), skip).choice.recipe == "tensorwise"
-    assert {tuple(run.layer.weight.shape) for run in timer.runs} == {WIDE, SMALL}
+    assert {tuple(run.layers[0].weight.shape) for run in timer.runs} == {WIDE, SMALL}
     with pytest.raises(ValueError, match="skip="):
         convert_to_float8(model(), FP8Config(skip=("**",)))
 
@@ -332,6 +333,86 @@ def test_layers_left_are_split_and_those_named_in_skip_are_not(timed, level):
         optimizer.step()
         pairs = zip(before, net.parameters(), strict=True)
         assert all(p.isfinite().all() and not torch.equal(b, p.float()) for b, p in pairs)
+
+
+QKV = (Q, KV, KV)
+
+
+@pytest.mark.parametrize(
+    ("kv", "together", "in_fp8"),
+    [(30, 80, True), (30, 95, False), (30, 150, False), (5, 150, True)],
+    ids=["faster", "slower-than-mixed", "slower-than-bf16", "each-is-faster"],
+)
+def test_small_layers_follow_those_that_read_the_same_input(timed, kv, together, in_fp8):
+    """k and v take 20 us in BF16, q takes 50 in FP8; together, they take 140 in BF16."""
+    rows = {s: (100, fp8(50)) for s in (Q, GATE, DOWN)}
+    timed(rows | {KV: (20, fp8(kv)), QKV: (140, fp8(together))})
+    report = convert_to_float8(AutoModelForCausalLM.from_config(LLAMA), AUTO)
+    assert {name.rpartition(".")[2] for name in report.choice.left} == (
+        set() if in_fp8 else {"k_proj", "v_proj"}
+    )
+
+
+class BehindLayerNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 64)
+        self.query, self.key, self.value = (nn.Linear(64, n) for n in (64, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: AutoModelForCausalLM.from_config(LLAMA), {QKV, (GATE, GATE)}),
+        (BehindLayerNorm, {QKV}),
+    ],
+    ids=["rms-norm", "layer-norm"],
+)
+def test_only_layers_that_one_norm_feeds_are_timed_together(timed, build, expected):
+    clock = timed({s: (100, fp8(50)) for s in (Q, KV, GATE, DOWN)})
+    net = build()
+    convert_to_float8(net, AUTO)
+    groups = {tuple(tuple(m.weight.shape) for m in run.layers) for run in clock.runs}
+    assert {group for group in groups if len(group) > 1} == expected
+    layer_times.cache_clear()
+    before = len(clock.runs)
+    convert_to_float8(net, AUTO)  # whose norms and layers are converted already
+    assert len(clock.runs) == 2 * before
+
+
+BF16, FP8, SMALL_FP8, BANDWIDTH = 807e12, 1467e12, 580e12, 4.4e12
+"""FLOP/s of products on an H200 (block_kernels.csv), where FP8 has 580 TFLOP/s in the backward of k
+and v, which have 1,024 output features; bytes per second of casts."""
+
+
+def h200_times(shapes, tokens, recipes, joined):
+    """Seconds by those rates; a tensorwise cast moves 6 bytes an element of x, w and g."""
+    k, widths = shapes[0].in_features, [shape.out_features for shape in shapes]
+    flops, total = 2 * tokens * k, sum(widths)
+    backward = [total] if joined and len(widths) > 1 else widths
+    products = flops * total / FP8
+    products += sum(2 * flops * n / (SMALL_FP8 if n <= 1024 else FP8) for n in backward)
+    casts = 6 * (tokens * k + total * k + tokens * total) / BANDWIDTH
+    return LayerTimes(3 * flops * total / BF16, {r.name: products + casts for r in recipes})
+
+
+@pytest.mark.parametrize(("joined", "left"), [(False, 32), (True, 0)])
+def test_by_the_rates_of_an_h200_small_k_and_v_follow_q(timed, monkeypatch, joined, left):
+    """Llama-3.2-1B, 16,384 tokens: apart they stay in BF16, as a card has measured (step.csv)."""
+    timed({})
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(llama_config(**sizes, **heads, vocab_size=128256))
+
+    def times(device, shapes, tokens, recipes, kept):
+        return h200_times(shapes, tokens, recipes[:1], joined)
+
+    monkeypatch.setattr("torch_fp8.conversion.autotune.layer_times", times)
+    report = convert_to_float8(net, FP8Config(tokens=16384), device="cpu")
+    assert report.recipe.name == "tensorwise"
+    assert (len(report.choice.left), len(report.converted)) == (left, 112 - left)
+    assert {n.rpartition(".")[2] for n in report.choice.left} <= {"k_proj", "v_proj"}
 
 
 @pytest.mark.gpu

@@ -131,12 +131,13 @@ def test_an_input_is_cast_once_for_all_that_share_it(recipe):
     assert count("swiglu_save") == (1 if recipe == "tensorwise" else 0)
     assert count("swiglu_quantize") == 1
     grouped = recipe == "tensorwise"  # blocks do not divide these layers
-    assert count("swiglu_backward_quantize") == 1  # both gradients
+    assert count("gate_up_backward_quantize") == grouped  # both gradients
+    assert count("swiglu_backward_quantize") == (not grouped)
     # o_proj's input; gradients of q, k and v, together or apart, of o and down
     others = 1 + (3 if grouped else 5)
-    weights = 7 + (4 if grouped else 7)  # those of q, k and v are cast together for backward
+    weights = 7 + (2 if grouped else 7)  # those of a group are cast together for backward
     assert count("quantize_2d") == weights + others
-    assert count("cast_side_by_side") == grouped
+    assert count("cast_side_by_side") == 2 * grouped
     dense = ("rms_norm", "swiglu", "swiglu_backward")
     assert not any(name in calls.names for name in dense)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.internals import LayerShape, layer_benchmark, layer_times, make_recipe
 from torch_fp8 import Float8Linear
-from torch_fp8.ops import quantize
+from torch_fp8.ops import quantize, scaled_mm
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(48, 32, True, torch.bfloat16)
@@ -72,7 +72,7 @@ def test_the_clock_runs_when_all_is_launched(monkeypatch):
 def test_the_median_of_each_recipe_and_of_none(timer):
     samples = {None: iter([9, 5, 1, 4, 2, 3]), "tensorwise": iter([0, 10, 30, 20, 20, 20])}
     runs = timer(lambda run: next(samples[name(run)]))
-    times = layer_times(CPU, SHAPE, 16, RECIPES[:1])
+    times = layer_times(CPU, (SHAPE,), 16, RECIPES[:1])
     assert times == (3, {"tensorwise": 20})  # the first of each warms up
     assert [name(run) for run in runs] == [None, "tensorwise"] * 6
 
@@ -95,26 +95,26 @@ def test_passes_are_those_of_training(timer):
         torch.device("meta"),
         torch._subclasses.FakeTensorMode(),
     ):
-        layer_times(CPU, SHAPE, 16, RECIPES)
+        layer_times(CPU, (SHAPE,), 16, RECIPES)
         assert torch.is_inference_mode_enabled()
         assert torch.is_autocast_enabled("cpu")
         assert type(torch.empty(1)) is torch._subclasses.FakeTensor
     assert set(seen) == {None, "tensorwise", "rowwise", "blockwise"}
     for recipe, run in seen.items():
-        assert type(run.layer) is (nn.Linear if recipe is None else Float8Linear)
-        assert run.layer.training
+        assert type(run.layers[0]) is (nn.Linear if recipe is None else Float8Linear)
+        assert run.layers[0].training
         assert type(run.x) is torch.Tensor
-        assert (run.x.shape, run.grad_output.shape) == ((16, 32), (16, 48))
+        assert (run.x.shape, run.grad_outputs[0].shape) == ((16, 32), (16, 48))
         assert run.x.grad is None
-        for parameter in run.layer.parameters():
+        for parameter in run.layers[0].parameters():
             assert parameter.requires_grad
             assert parameter.dtype == torch.bfloat16
             assert parameter.grad is None
             assert parameter.isfinite().all()
         # One weight and one input for all: no more memory than one layer takes.
-        assert run.layer.weight is seen[None].layer.weight
+        assert run.layers[0].weight is seen[None].layers[0].weight
         assert run.x is seen[None].x
-    assert len(list(seen[None].layer.parameters())) == 2
+    assert len(list(seen[None].layers[0].parameters())) == 2
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, 
         return 1.0
 
     monkeypatch.setattr(layer_benchmark, "seconds", timed)
-    layer_times(CPU, SHAPE, 24, RECIPES, kept)
+    layer_times(CPU, (SHAPE,), 24, RECIPES, kept)
     assert [of for of, _ in seen] == [None, *NAMES] * 6
     for of, casts in seen:
         assert casts == ([] if of is None else expected[of]), of
@@ -174,9 +174,9 @@ def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, 
 
 def test_what_was_timed_on_a_device_is_not_timed_again(timer):
     runs = timer(lambda run: 1.0)
-    first = layer_times(CPU, SHAPE, 16, RECIPES[:1])
+    first = layer_times(CPU, (SHAPE,), 16, RECIPES[:1])
     num_runs = len(runs)
-    second = layer_times(torch.device("cpu"), SHAPE, 16, RECIPES[:1])
+    second = layer_times(torch.device("cpu"), (SHAPE,), 16, RECIPES[:1])
     assert second is first
     assert len(runs) == num_runs
     for shape, tokens, recipes in (
@@ -184,9 +184,38 @@ def test_what_was_timed_on_a_device_is_not_timed_again(timer):
         (SHAPE, 32, RECIPES[:1]),
         (SHAPE, 16, (make_recipe("tensorwise", wgrad="bf16"),)),
     ):
-        layer_times(CPU, shape, tokens, recipes)
+        layer_times(CPU, (shape,), tokens, recipes)
         assert len(runs) > num_runs
         num_runs = len(runs)
+
+
+@pytest.mark.parametrize(("recipe", "products"), [("tensorwise", 4), ("rowwise", 6)])
+def test_layers_with_one_input_share_its_cast_and_the_products_of_backward(
+    monkeypatch, recipe, products
+):
+    shapes = tuple(LayerShape(n, 32, False, torch.bfloat16) for n in (64, 16))
+    cast, multiply, seen = quantize.quantize_2d, scaled_mm._multiply, []
+
+    def noted_cast(x, options):
+        seen.append(tuple(x.shape))
+        return cast(x, options)
+
+    def noted_product(*args, **options):
+        seen.append("product")
+        return multiply(*args, **options)
+
+    def timed(device, run):
+        seen.clear()
+        run()
+        if run.recipe is not None:
+            assert (seen.count((24, 32)), seen.count("product")) == (1, products)
+        return 1.0
+
+    noted_cast.reference = cast.reference
+    monkeypatch.setattr(quantize, "quantize_2d", noted_cast)
+    monkeypatch.setattr(scaled_mm, "_multiply", noted_product)
+    monkeypatch.setattr(layer_benchmark, "seconds", timed)
+    layer_times(CPU, shapes, 24, (make_recipe(recipe),))
 
 
 @pytest.mark.gpu
@@ -194,12 +223,12 @@ def test_what_was_timed_on_a_device_is_not_timed_again(timer):
 def test_a_card_times_its_layers():
     device = torch.device("cuda")
     shape, tokens = LayerShape(4096, 4096, True, torch.bfloat16), 8192
-    layer_times(device, SHAPE, 16, RECIPES[:2])  # cuBLAS keeps workspaces from now on
+    layer_times(device, (SHAPE,), 16, RECIPES[:2])  # cuBLAS keeps workspaces from now on
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    times = layer_times(device, shape, tokens, RECIPES[:2])
+    times = layer_times(device, (shape,), tokens, RECIPES[:2])
     assert 0 < times.plain < 1
     assert all(0 < t < 1 for t in times.fp8.values())
     assert torch.cuda.memory_allocated() == before

@@ -17,8 +17,8 @@ def launches_of(record_launches):
         with record_launches(grad_codec) as launches:
             qdata = torch.empty(x.shape, dtype=torch.uint8)
             scale = torch.empty(200, num_groups(COLS[layout]), dtype=torch.uint8)
-            grad_codec.encode_gradient(x, qdata, scale, None, (16, 1))
-            grad_codec.encode_gradient(x, qdata, scale, torch.ones(()), (7, 8))
+            grad_codec.encode_gradient(x, qdata, scale, torch.empty(()), (16, 1), False)
+            grad_codec.encode_gradient(x, qdata, scale, torch.ones(()), (7, 8), True)
             grad_codec.dequantize_gradient(qdata, scale, torch.ones(()), DTYPES[dtype])
         return launches
 

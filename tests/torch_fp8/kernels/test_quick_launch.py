@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,21 @@ def test_what_may_need_another_binary_asks_triton(launches, changed):
     _launch(launches.kernel, **changed)
     assert len(launches.asked) == 2
     assert launches.called[-1][0] == 2
+
+
+def test_changing_numbers_ask_triton_once_and_are_on_no_tape(launches):
+    @partial(quick, changing=2)
+    @triton.jit(do_not_specialize=["key0", "key1"])
+    def kernel(x_ptr, size, key0, key1, FLAG: tl.constexpr):
+        pass
+
+    for size, *keys in ((32, 5, 6), (32, 16, -1), (31, 16, -1)):
+        with Recording([X]) as seen:
+            kernel[(1,)](X, size, *keys, FLAG=True)
+        assert seen.tape(X) is None
+    assert [args[1] for _, args, _ in launches.asked] == [32, 31]
+    ((_, _, args),) = launches.called
+    assert args[1:] == (32, 16, -1, True)
 
 
 def test_hooks_of_triton_see_each_launch(launches):

@@ -205,7 +205,7 @@ def test_ranks_join_the_worst_of_each_statistic(monkeypatch):
             assert same_op == op
             tensor.copy_(tensor + other if op == dist.ReduceOp.SUM else tensor.maximum(other))
 
-    monkeypatch.setattr(series_module, "is_distributed", lambda: True)
+    monkeypatch.setattr(series_module, "in_several_ranks", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     for first, second in ((good, bad), (bad, good)):
         rank = "first"

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from tests.internals import PayloadCache, SplitWeight, layer_fp8, split_parameter
+from tests.internals import PayloadCache, SplitWeight, repeated_forward, split_parameter
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -66,7 +66,7 @@ def _fresh(model, seed=0):
 
 
 def _repeat(monkeypatch):
-    monkeypatch.setattr(layer_fp8, "is_watched", lambda x: False)
+    monkeypatch.setattr(repeated_forward, "is_watched", lambda x: False)
     if not scaled_mm._CPU_HAS_OPERATOR:  # torch 2.11 has it for CUDA alone
 
         def product(a, b, *options):

@@ -132,15 +132,18 @@ def test_two_layers_share_their_input_and_the_maximum_of_their_gradients(recipe)
     with Calls() as calls:
         mlp(gaussian(128, 64).requires_grad_()).sum().backward()
     count = calls.names.count
-    weights, x_and_grad_of_down = 2 * 3, 2
+    grouped = recipe == "tensorwise"
+    weights, x_and_grad_of_down = (3 + 1 if grouped else 2 * 3), 2
     assert count("quantize_2d") == weights + x_and_grad_of_down
-    assert count("swiglu_backward_quantize") == 1
-    assert count("swiglu_backward_amax") == (recipe == "tensorwise")
+    assert count("cast_side_by_side") == grouped
+    assert count("gate_up_backward_quantize") == count("gate_up_backward_amax") == grouped
+    assert count("swiglu_backward_quantize") == (not grouped)
+    assert "swiglu_backward_amax" not in calls.names
 
 
 @pytest.mark.parametrize(
     ("recipe", "operator"),
-    [("tensorwise", "swiglu_backward_quantize"), ("rowwise", "swiglu_backward")],
+    [("blockwise", "swiglu_backward_quantize"), ("rowwise", "swiglu_backward")],
 )
 def test_the_first_gradient_is_gone_when_the_second_is_taken(recipe, operator):
     model, made, alive = _model(MLP, recipe=recipe), [], []
@@ -166,8 +169,8 @@ def test_the_first_gradient_is_gone_when_the_second_is_taken(recipe, operator):
 def test_bytes_kept_are_those_of_two_layers(options):
     x = gaussian(256, 64)
     two, one = (saved_bytes(_model(c, **options), x.requires_grad_()) for c in (MLP, JoinedMLP))
-    scales = 4 if options.get("recipe") is None else 0  # one weight fewer has one
-    assert one == two - scales
+    scale = 4 if options.get("recipe") is None else 0  # a group's are none of autograd's tensors
+    assert one == two + scale
 
 
 def test_frozen_layers_keep_and_cast_no_more_than_their_gradients_need():

@@ -105,9 +105,9 @@ def _gradients(outputs, seed=3):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize(
     ("recipe", "forward", "backward"),
-    [("tensorwise", 7, 10), ("blockwise", 7, 14), ("delayed", 7, 14), ("rowwise", 7, 14)],
+    [("tensorwise", 7, 8), ("blockwise", 7, 14), ("delayed", 7, 14), ("rowwise", 7, 14)],
 )
-def test_a_block_has_seventeen_products(level, recipe, forward, backward, products):
+def test_a_block_has_fifteen_products(level, recipe, forward, backward, products):
     model, config = Block(SIZE, 2 * SIZE), FP8Config(recipe=recipe, opt_level=level)
     report = convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -121,8 +121,8 @@ def test_a_block_has_seventeen_products(level, recipe, forward, backward, produc
         assert len(products) == forward + backward
         optimizer.step()
         optimizer.zero_grad()
-    line = "grouped   1 group of 3 layers that read one input"
-    assert (line in str(report)) == (backward == 10)
+    line = "grouped   1 group of 2, 1 group of 3 layers that read one input"
+    assert (line in str(report)) == (backward == 8)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise"])

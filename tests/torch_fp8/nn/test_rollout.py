@@ -53,7 +53,7 @@ def _in_scope(model):
     """A copy whose layers have cast their weights in a rollout of its own, which goes on."""
     other = copy.deepcopy(model)
     for layer in other[::2]:
-        layer.fp8.begin_scope(layer, False)
+        layer.fp8.payloads.begin_scope(layer.weight)
     other(_x())
     return other
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tests.internals import E4M3, RECIPES, CastSpec, layer_fp8
+from tests.internals import E4M3, RECIPES, CastSpec, repeated_forward
 from torch_fp8 import FP8Config, convert_to_float8, freeze, rollout
 from torch_fp8.ops import refused_rows, scaled_mm
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
@@ -160,7 +160,7 @@ def test_a_compiled_layer_pads_within_its_operator(card):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "frozen"])
 def test_a_decoded_token_is_padded(card, recipe, monkeypatch):
-    monkeypatch.setattr(layer_fp8, "is_watched", lambda x: False)  # as on CUDA
+    monkeypatch.setattr(repeated_forward, "is_watched", lambda x: False)  # as on CUDA
     layer = _layer(recipe).eval()
     x = torch.randn(1, 1, FEATURES[0]).bfloat16()
     with rollout(layer), torch.no_grad():
@@ -168,6 +168,6 @@ def test_a_decoded_token_is_padded(card, recipe, monkeypatch):
         expected = layer(x)
         card.refuses = _odd
         with pytest.warns(UserWarning, match="FP8"):
-            found = layer(x) if recipe == "frozen" else layer.fp8.repeated(layer, x)
+            found = layer(x) if recipe == "frozen" else repeated_forward.repeated(layer, x)
     assert found.shape == (1, 1, FEATURES[1])
     assert torch.equal(found, expected)

@@ -1,3 +1,7 @@
+import ast
+import json
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +111,30 @@ def test_a_schema_is_read_from_annotations():
         "torch_fp8::swiglu_save(Tensor gate, Tensor up, Tensor? smooth, bool save=True) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
+
+
+def _names_in_sources():
+    """Return the operators that the sources of the engine define."""
+    for path in Path(module.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
+                if "operator" in {call.id for call in calls if isinstance(call, ast.Name)}:
+                    yield node.name
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "define":
+                schemas = (a.value for a in node.args[:1] if isinstance(a, ast.Constant))
+                yield from (schema.partition("(")[0] for schema in schemas)
+
+
+def test_importing_the_package_of_operators_defines_all_of_them(forked_python):
+    code = (
+        "import json, torch, torch_fp8.ops; names = torch._C._dispatch_get_all_op_names();"
+        "print(json.dumps([n for n in names if n.startswith('torch_fp8::')]))"
+    )
+    run = subprocess.run([forked_python, "-c", code], capture_output=True, text=True, check=True)
+    names = {name.removeprefix("torch_fp8::") for name in json.loads(run.stdout)}
+    assert names == set(_names_in_sources())
+    assert len(names) > 30
 
 
 def test_arguments_with_their_defaults_reach_the_reference():

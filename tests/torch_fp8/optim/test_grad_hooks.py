@@ -159,6 +159,32 @@ def test_hooks_are_attached_once_and_follow_the_configuration():
     assert type(weight.grad) is torch.Tensor
 
 
+class Exchange:
+    """Averages every gradient of rank 1; it remembers the parameters."""
+
+    rank = 1
+
+    def __init__(self):
+        self.parameters = []
+
+    def ready(self, parameter):
+        self.parameters.append(parameter)
+        return True
+
+
+def test_an_optimizer_that_takes_over_a_gradient_hands_it_to_the_same_exchange():
+    model, _optimizer, _ = _converted()
+    weight, exchange = model[0].weight, Exchange()
+    slot_of(weight).exchange = exchange
+    another, _ = adamw(model, O3)
+    assert slot_of(weight).belongs_to(another)
+    _backward(model, 0)
+    assert [parameter is weight for parameter in exchange.parameters] == [True]
+    assert type(weight.grad) is WideGrad  # the exchange quantizes it
+    assert type(model[2].weight.grad) is Float8Grad
+    assert slot_of(weight).rounding(weight).rank == 1
+
+
 def test_the_model_is_needed_before_anything_is_changed():
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
+from torch_fp8.distributed.ddp.buckets import QuantizedAllReduce, average_bucket
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.nn.class_swap import without_compiler
@@ -215,7 +215,8 @@ class DDPConnection:
         self._registered = True
         wanted = self._exchanges["average"] or self._reducer is not None
         if wanted and reason_without_hook(ddp) is None:
-            state = QuantizedAllReduce(ddp.process_group, self._reducer, self._exchanges)
+            goes_first = None if self._reducer is None else self._reducer.goes_first
+            state = QuantizedAllReduce(ddp.process_group, goes_first, self._exchanges)
             ddp.register_comm_hook(state, average_bucket)
             if self._reducer is not None:
                 self._reducer.leads = True

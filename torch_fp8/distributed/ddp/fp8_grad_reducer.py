@@ -4,12 +4,12 @@ DDP's reducer needs plain gradients in its buckets, a permanent 2 bytes per para
 8-bit gradients are therefore on its ignore list and averaged here. When a gradient becomes ready,
 it is quantized and the plain tensor is freed. Several gradients form a bucket, which is sent as
 messages; the returned codes and scales replace those in ``p.grad``
-(`torch_fp8.distributed.ddp.fp8_grad_bucket`). With ``communication="off"`` each gradient is sent in
+(`torch_fp8.distributed.ddp.buckets`). With ``communication="off"`` each gradient is sent in
 its dtype, and the average is quantized.
 
 * Collectives run in one order on all ranks: in the first step the module's order, reversed, then
   the order in which rank 0's gradients became ready. DDP's own collectives in the same process
-  group follow after all of these have started (`comm_hook`), because its buckets become ready at
+  group follow after all of these have started (`buckets`), because its buckets become ready at
   different points. If DDP's buckets cannot wait, these collectives follow DDP's instead: if the
   user's hook averages DDP's buckets, and with reentrant checkpoints, in which DDP may finish, from
   the second backward on.
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from torch_fp8.distributed.averaging import CommunicationStream
-from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
+from torch_fp8.distributed.ddp.buckets import GradientBucket
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.optim.gradient_slot import GradientSlot
 from torch_fp8.tensor.exchange import stored_grad

@@ -9,7 +9,7 @@
 
 At all levels gradients are views of DDP's buckets (``gradient_as_bucket_view``), because they would
 exist twice otherwise, and a communication hook averages them in 8 bits
-(`torch_fp8.distributed.ddp.comm_hook`), unless the user has registered a hook. At O3 DDP ignores
+(`torch_fp8.distributed.ddp.buckets`), unless the user has registered a hook. At O3 DDP ignores
 the weights with 8-bit gradients, and `torch_fp8.distributed.ddp.fp8_grad_reducer` averages them.
 Every rank gets rank 0's residuals, as it gets rank 0's weights.
 """
@@ -36,8 +36,7 @@ from torch_fp8.distributed.ddp.connection import (
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.distributed.links import Exchanges, choose_exchanges, measured_groups
 from torch_fp8.nn.class_swap import without_compiler
-from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.gradient_slot import GradientSlot, attach_slots, give_slot, slot_of
 from torch_fp8.quantization.argument_types import check_arguments
@@ -183,8 +182,8 @@ def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = Fals
 
 def _recipes(module: nn.Module) -> list[tuple[str, str]]:
     """Return (qualified name, name of the recipe) of each FP8 layer and module of experts."""
-    ours = (Float8Layer, Float8Experts)
-    return [(name, m.fp8.recipe.name) for name, m in module.named_modules() if isinstance(m, ours)]
+    named = module.named_modules()
+    return [(name, m.fp8.recipe.name) for name, m in named if isinstance(m, FrozenStorage)]
 
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:

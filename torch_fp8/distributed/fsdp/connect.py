@@ -38,7 +38,7 @@ from torch_fp8.distributed.fsdp.reduce_scatter import (
 )
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups, sharded_modules
 from torch_fp8.distributed.links import Exchanges, choose_exchanges
-from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.quantization.argument_types import check_arguments
@@ -209,7 +209,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             info = param._module_info
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
             precision = "in high precision"
-            if isinstance(info.module, Float8Layer | Float8Experts):
+            if isinstance(info.module, FrozenStorage):
                 precision = f"in FP8 ({info.module.fp8.recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"

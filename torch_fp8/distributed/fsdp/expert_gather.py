@@ -23,6 +23,7 @@ from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.grouped_linear_function import cast_stacked
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.split_weight import stored
 
 
@@ -52,9 +53,7 @@ class UnshardedExperts(UnshardedFloat8Weight):
     def __new__(cls, payload: StackedPayload, dtype: torch.dtype) -> "UnshardedExperts":
         qdata = payload.qdata
         shape = qdata.transpose(1, 2).shape if payload.flipped else qdata.shape
-        self: UnshardedExperts = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=qdata.device
-        )
+        self: UnshardedExperts = wrapper(cls, shape, dtype, qdata.device)
         self.payload = payload
         return self
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, wrapper
 from torch_fp8.tensor.readable import is_written
 
 _EXPONENT_SHIFT = 23
@@ -57,9 +57,8 @@ class UnshardedFloat8Weight(QuantizableTensor):
 
     @staticmethod
     def __new__(cls, payload: Payload, dtype: torch.dtype) -> "UnshardedFloat8Weight":
-        self: UnshardedFloat8Weight = torch.Tensor._make_wrapper_subclass(
-            cls, payload.qdata.shape, dtype=dtype, device=payload.qdata.device
-        )
+        qdata = payload.qdata
+        self: UnshardedFloat8Weight = wrapper(cls, qdata.shape, dtype, qdata.device)
         self.payload = payload
         return self
 

@@ -26,7 +26,7 @@ from torch_fp8.distributed.fsdp.unsharded_weight import (
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor, SavedInput
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, SavedInput, wrapper
 
 
 class Shards(NamedTuple):
@@ -191,9 +191,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
     def __new__(
         cls, gather: Gather, source: GatheredInput, shape: torch.Size, dtype: torch.dtype
     ) -> "AllGatheredFloat8Tensor":
-        self: AllGatheredFloat8Tensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=gather.message.device
-        )
+        self: AllGatheredFloat8Tensor = wrapper(cls, shape, dtype, gather.message.device)
         self.gather, self.source = gather, source
         return self
 

@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.internals import UnshardedFloat8Weight
+from tests.torch_fp8.distributed.ranks import RANK, RANKS
 from torch_fp8 import convert_to_float8
 from torch_fp8.distributed import connect_fsdp, split_sharded
 

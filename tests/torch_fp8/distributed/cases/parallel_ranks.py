@@ -3,13 +3,13 @@
 import copy
 
 import torch
-from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from tests.internals import sqnr_db
+from tests.torch_fp8.distributed.ranks import RANK, RANKS
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import (
     Float8ColwiseParallel,
@@ -115,11 +115,3 @@ def db(reference, x):
 
 def rand(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def message(call, *args):
-    try:
-        call(*args)
-    except ValueError as error:
-        return str(error)
-    return None

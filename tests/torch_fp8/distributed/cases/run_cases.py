@@ -1,7 +1,7 @@
 """Runs cases on one of several gloo ranks and writes, as JSON, what each returns or how it fails.
 
-``python run_cases.py <rank> <number of ranks> <store> <result> <module,module ...> [part of the
-names of cases to run ...]``; see `run_cases` in conftest.py.
+``python run_cases.py <rank> <number of ranks> <store> <result> <module,module ...> [name ...]``: a
+name is that of a test with `on_ranks`, or a part of the names of cases; see conftest.py.
 """
 
 import datetime
@@ -9,7 +9,6 @@ import gc
 import importlib
 import inspect
 import json
-import math
 import os
 import sys
 import traceback
@@ -18,29 +17,22 @@ import warnings
 import torch
 import torch.distributed as dist
 
-RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
+from tests.torch_fp8.distributed.ranks import (  # noqa: F401  (the cases import them from here)
+    RANK,
+    RANKS,
+    equal_on_ranks,
+    gathered,
+    worst_sum,
+)
 
 
-def gathered(tensor):
-    """Every rank's tensor, in float32."""
-    tensor = tensor.detach().to_dense().float().contiguous()
-    every = [torch.empty_like(tensor) for _ in range(RANKS)]
-    dist.all_gather(every, tensor)
-    return every
-
-
-def equal_on_ranks(tensors):
-    """Whether each tensor is the same on all ranks, NaN included."""
-    every = [gathered(tensor) for tensor in tensors]
-    return all(t.nan_to_num(12345.0).equal(of[0].nan_to_num(12345.0)) for of in every for t in of)
-
-
-def worst_sum(pairs):
-    """The lowest and highest projection of sums on the exact ones, and the lowest ratio, dB."""
-    pairs = [(made.double(), exact.double()) for made, exact in pairs if exact.numel()]
-    projections = [float((made * exact).sum() / exact.square().sum()) for made, exact in pairs]
-    noise = max(float((made - exact).norm() / exact.norm()) for made, exact in pairs)
-    return [min(projections), max(projections), -20 * math.log10(max(noise, 1e-9))]
+def bodies(module, names):
+    """Yield the name and the function of each test and each case to run on this rank."""
+    for name, function in inspect.getmembers(importlib.import_module(module), inspect.isfunction):
+        if name in names and hasattr(function, "body"):
+            yield name, function.body
+        elif name.startswith("case_") and (not names or any(part in name for part in names)):
+            yield name.removeprefix("case_"), function
 
 
 def main():
@@ -56,15 +48,11 @@ def main():
         timeout=datetime.timedelta(seconds=60),
     )
     results = {}
-    members = [inspect.getmembers(importlib.import_module(name)) for name in modules.split(",")]
-    for name, case in (member for of_module in members for member in of_module):
-        wanted = not names or any(part in name for part in names)
-        if not name.startswith("case_") or not wanted:
-            continue
+    for name, body in (found for module in modules.split(",") for found in bodies(module, names)):
         try:
-            results[name.removeprefix("case_")] = {"value": case()}
+            results[name] = {"value": body()}
         except Exception:
-            results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
+            results[name] = {"error": traceback.format_exc()}
             break  # the other ranks may be elsewhere now
         gc.collect()
     with open(output, "w") as file:

@@ -1,44 +1,155 @@
+import tempfile
+
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.batched_muon import SingleDeviceMuon
+from tests.comm_counter import count_communication
+from tests.internals import Int8Momentum, adopt_steps, local
+from tests.moe_experts import batch, experts
+from tests.torch_fp8.distributed.ranks import RANKS, equal_on_ranks, on_ranks
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.distributed import connect_ddp, connect_fsdp, split_sharded
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def cases(run_cases):
-    return run_cases("muon_cases", 2)
+WIDTH, HIDDEN = 128, 199
+CONFIG = FP8Config(communication="off")
 
 
-def test_shards_train_as_one_rank_does(cases):
-    for results, are_int8, _ in cases["muon_shards"]:
-        assert all(are_int8)
-        for name in ("stock", "one rank"):
-            want = results[name] if name == "one rank" else results[name][0]
-            assert results["int8"][0] == pytest.approx(want, rel=2e-3)
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False))
 
 
-def test_a_weight_is_gathered_once_in_int8(cases):
-    """A byte an element and a scale for 64, half of it of the other rank; stock sends 20 times as
-    much.
-    """
-    for results, _, _ in cases["muon_shards"]:
-        (_, stock, _), (_, ours, calls) = results["stock"], results["int8"]
-        elements = 2 * 128 * 199
-        assert calls == 2
-        assert ours <= 0.55 * elements
-        assert ours < 0.1 * stock
+def made(fp8, sharded=True):
+    model = net()
+    if fp8:
+        convert_to_float8(model, CONFIG)
+    if sharded:
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02, weight_decay=0.01)
+    if fp8 and sharded:
+        split_sharded(model, [optimizer], CONFIG)
+        connect_fsdp(model, CONFIG)
+    elif fp8:
+        convert_optimizer(optimizer, CONFIG, model=model)
+    return model, optimizer
 
 
-def test_a_folder_of_shards_goes_on_bit_for_bit(cases):
-    assert cases["muon_resumes"] == [[True, True]] * 2
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step % 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x).float() - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
-def test_replicas_stay_equal(cases):
-    for losses, alone, equal in cases["muon_ddp"]:
-        assert losses == pytest.approx(alone, rel=1e-3)
-        assert equal
+@on_ranks(2)
+def test_shards_train_as_one_rank_does_and_gather_a_weight_once_in_int8():
+    results = {}
+    for name, fp8 in (("stock", False), ("int8", True)):
+        model, optimizer = made(fp8)
+        losses = train(model, optimizer, range(6))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        with count_communication() as sent:
+            optimizer.step()
+        results[name] = losses, sent.bytes_sent, sent.calls
+    (stock, stock_bytes, _), (int8, int8_bytes, calls) = results.values()
+    assert int8 == pytest.approx(stock, rel=2e-3)
+    of_one = train(*made(True, sharded=False), range(6))
+    assert int8 == pytest.approx(of_one, rel=2e-3)
+    # A byte an element and a scale for 64, half of it of the other rank.
+    assert calls == 2
+    assert int8_bytes <= 0.55 * 2 * WIDTH * HIDDEN
+    assert int8_bytes < 0.1 * stock_bytes
+    states = [local(s["momentum_buffer"]) for s in optimizer.state.values()]
+    assert all(isinstance(s, Int8Momentum) for s in states)
 
 
-def test_experts_are_stepped_where_they_lie(cases):
-    for (alone, whole), (sharded, parts) in cases["muon_experts"]:
-        assert (whole, parts) == ([4, 4], [2, 2])
-        assert sharded == pytest.approx(alone, rel=1e-3)
+@on_ranks(2)
+def test_a_folder_of_shards_goes_on_bit_for_bit():
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [folder]
+        dist.broadcast_object_list(paths)
+        model, optimizer = made(True)
+        train(model, optimizer, range(3))
+        state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+        dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=paths[0])
+        want = train(model, optimizer, range(3, 6))
+        again, resumed = made(True)
+        target = {
+            "model": get_model_state_dict(again),
+            "optimizer": get_optimizer_state_dict(again, resumed),
+        }
+        dcp.load(target, checkpoint_id=paths[0])
+        again.load_state_dict(target["model"])
+        set_optimizer_state_dict(again, resumed, target["optimizer"])
+        adopt_steps(paths[0], [resumed])
+        got = train(again, resumed, range(3, 6))
+        dist.barrier()
+    assert want == got
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+
+
+@on_ranks(2)
+def test_replicas_stay_equal():
+    model, optimizer = made(True, sharded=False)
+    ddp = DistributedDataParallel(model)
+    connect_ddp(ddp, [optimizer], CONFIG)
+    losses = train(ddp, optimizer, range(4))
+    alone = train(*made(True, sharded=False), range(4))
+    assert losses == pytest.approx(alone, rel=1e-3)
+    assert equal_on_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_experts_are_stepped_where_they_lie():
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        module = experts()
+        convert_to_float8(module, CONFIG)
+        if sharded:
+            fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+        optimizer = SingleDeviceMuon(module.parameters(), lr=0.02)
+        if sharded:
+            split_sharded(module, [optimizer], CONFIG)
+            connect_fsdp(module, CONFIG)
+        else:
+            convert_optimizer(optimizer, CONFIG, model=module)
+        torch.manual_seed(1)
+        x, index, scores = batch(64)
+        losses = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (module(x, index, scores).float() - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        momenta = [local(s["momentum_buffer"]) for s in optimizer.state.values()]
+        assert all(isinstance(m, Int8Momentum) for m in momenta)
+        assert [len(m) for m in momenta] == ([2, 2] if sharded else [4, 4])
+        results.append(losses)
+    assert results[1] == pytest.approx(results[0], rel=1e-3)

@@ -1,10 +1,8 @@
-"""Trains with a monitor on two ranks, with DDP and sharded; run by run_cases.py."""
-
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
-from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,11 +11,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.internals import FILE_NAME, is_paused
+from tests.torch_fp8.distributed.ranks import RANK, RANKS, of_ranks, on_ranks, same_on_ranks
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, connect_fsdp
 
 
-def case_data_parallel():
+@on_ranks(2)
+def test_ranks_join_their_numbers_and_fall_back_together():
     config = FP8Config(
         recipe="tensorwise", opt_level="O1", monitor=1, on_alarm="bf16", fallback_steps=2
     )
@@ -51,16 +51,15 @@ def case_data_parallel():
         paused[step] = [name for name, module in model.named_modules() if is_paused(module)]
         if step == 20:
             amax, loss_of_three = x.abs().max().item(), loss.item()
-    return {
-        "paused": {step: paused[step] for step in (2, 3, 4)},
-        "series": logged[20],
-        "amax": amax,
-        "loss": loss_of_three,
-        "lines": (Path(folder) / FILE_NAME).exists(),
-    }
+    assert [paused[step] for step in (2, 3, 4)] == [["0"], ["0"], []]
+    first, second = same_on_ranks(logged[20]), of_ranks([amax, loss_of_three])
+    assert first["fp8/0/input/amax"] == max(amax for amax, _ in second)
+    assert first["fp8/loss"] == pytest.approx(sum(loss for _, loss in second) / 2, rel=1e-5)
+    assert (Path(folder) / FILE_NAME).exists() == (RANK == 0)
 
 
-def case_sharded():
+@on_ranks(2)
+def test_a_sharded_weight_has_the_statistics_of_the_whole_one():
     config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1, communication="fp8")
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(64, 64, generator=generator)
@@ -80,8 +79,14 @@ def case_sharded():
         model(x).square().mean().backward()
         optimizer.step()
         monitor.close()
-        seen[how] = logged
-    return seen
+        seen[how] = same_on_ranks(logged)
+    for name in ("amax", "scale", "underflow"):
+        name = f"fp8/0/weight/{name}"
+        assert seen["sharded"][name] == pytest.approx(seen["whole"][name]), name
+    assert seen["sharded"]["fp8/0/weight/amax"] == 40.0
+    for kind in ("input", "grad_output"):
+        name = f"fp8/0/{kind}/sqnr"
+        assert seen["sharded"][name] == pytest.approx(seen["whole"][name], abs=0.1)
 
 
 def _train(model, config, x, steps=1):
@@ -100,8 +105,8 @@ def _train(model, config, x, steps=1):
     return logged[steps], events
 
 
-def case_outgrown():
-    """A weight that FSDP2 gathers in FP8, whole and sharded, of several recipes."""
+@on_ranks(2)
+def test_a_weight_that_is_gathered_in_fp8_is_compared_with_its_shards():
     seen = {}
     for recipe in ("rowwise", "blockwise", "mxfp8", "delayed"):
         config = FP8Config(recipe=recipe, opt_level="O1", monitor=1, communication="fp8")
@@ -114,12 +119,21 @@ def case_outgrown():
                 fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
                 connect_fsdp(model, config)
             x = torch.randn(16, 160)
-            seen[f"{recipe} {how}"] = _train(model, config, x, 3 if recipe == "delayed" else 1)
-    return seen
+            steps = 3 if recipe == "delayed" else 1
+            seen[how] = series, events = same_on_ranks(_train(model, config, x, steps))
+            if recipe == "delayed":
+                assert series["fp8/0/weight/sqnr"] < 1
+                assert series["fp8/0/weight/saturation"] > 0.6
+                assert events == [(3, "alarm"), (3, "left_out")]
+        (whole, _), (sharded, _) = seen.values()
+        for name, room in (("amax", 0), ("scale", 0), ("sqnr", 0.5), ("underflow", 0.05)):
+            name = f"fp8/0/weight/{name}"
+            if recipe != "delayed":
+                assert sharded[name] == pytest.approx(whole[name], abs=room), (recipe, name)
 
 
-def case_gathered():
-    """Inputs and gradients whose tokens two ranks gather in FP8, beside the whole ones."""
+@on_ranks(2)
+def test_what_ranks_gather_in_fp8_is_compared_with_their_parts():
     seen = {}
     for recipe in ("tensorwise", "rowwise"):
         config = FP8Config(recipe=recipe, opt_level="O1", monitor=1, communication="fp8")
@@ -133,9 +147,15 @@ def case_gathered():
                 plan = {"0": style(**layouts)}
                 parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
                 x = x.chunk(RANKS, dim=0 if "input" in of else 1)[RANK]
-            name = "whole" if style is None else style.__name__
-            seen[f"{recipe} {name}"] = _train(model, config, x)[0]
-    return seen
+            seen[style] = same_on_ranks(_train(model, config, x)[0])
+        for style, kind in (
+            (Float8ColwiseParallel, "input"),
+            (Float8RowwiseParallel, "grad_output"),
+        ):
+            for name, room in (("amax", 0.01), ("sqnr", 1.0)):
+                name = f"fp8/0/{kind}/{name}"
+                whole = pytest.approx(seen[None][name], abs=room)
+                assert seen[style][name] == whole, (recipe, name)
 
 
 class MLP(nn.Module):
@@ -152,7 +172,8 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def case_tensor_parallel():
+@on_ranks(2)
+def test_tensor_parallel_ranks_measure_their_parts_and_fall_back_together():
     config = FP8Config(
         recipe="tensorwise", smooth_swiglu=True, opt_level="O1", monitor=1, on_alarm="bf16"
     )
@@ -173,6 +194,13 @@ def case_tensor_parallel():
             monitor.observe_loss(loss)
             optimizer.step()
             optimizer.zero_grad()
-        seen[how] = [logged, [n for n, m in model.named_modules() if is_paused(m)]]
+        assert [n for n, m in model.named_modules() if is_paused(m)] == ["down"]
+        seen[how] = same_on_ranks(logged)
         monitor.close()
-    return seen
+    whole, parts = seen.values()
+    assert parts.keys() == whole.keys()
+    for name in ("gate/input/amax", "down/input/amax", "up/weight/amax", "swiglu/alignment"):
+        assert parts[f"fp8/{name}"] == pytest.approx(whole[f"fp8/{name}"], rel=0.02), name
+    for name, room in (("down/input/sqnr", 0.8), ("gate/grad_output/sqnr", 2.0)):
+        assert parts[f"fp8/{name}"] == pytest.approx(whole[f"fp8/{name}"], abs=room), name
+    assert parts["fp8/loss"] == pytest.approx(whole["fp8/loss"], rel=0.01)

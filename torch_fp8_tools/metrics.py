@@ -1,4 +1,4 @@
-"""Error metrics of quantized tensors for tests, benchmarks and monitoring.
+"""Error metrics of quantized tensors for the self-test, tests and benchmarks.
 
 A global SQNR alone can mislead: with rows spread over 2^-8..2^8, tensorwise E4M3 reads 31.5 dB in
 all while its worst row has 10.9 dB (benchmarks/results/numerics.csv). So report the worst row, too.

@@ -1,0 +1,326 @@
+"""Detection of RMSNorms and gated MLPs, which can produce FP8, by trial runs of their own forward.
+
+Names do not matter. `torch_fp8.nn.trial_reads` notes what the forward reads in the trial.
+
+An RMSNorm, ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, is a module with one weight (C,)
+and an epsilon whose forward takes only the input, and computes one of the two formulas on trial
+data; Gemma uses the second one. A forward with more arguments, such as the gate of Mamba 2's norm,
+is rejected, because a trial with the input alone cannot show what it does with them.
+
+A gated MLP is ``down(silu(gate(x)) * up(x))``. Its forward runs on a twin whose linear layers
+return given values of gate and up, and note their arguments. It is one if each layer runs once,
+gate and up on the input itself, down on the product of the formula, and if the forward returns what
+down returns. gate and up are two layers, or the halves (in either order) of the last dimension of
+one layer's output.
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_fp8.config import FP8Config
+from torch_fp8.nn.class_swap import own_child, user_class
+from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
+from torch_fp8.nn.layer_filter import is_linear
+from torch_fp8.nn.rms_norm import RMSNormSpec
+from torch_fp8.nn.trial_reads import Recorder, TrialReads, computes_alike
+
+_EPS_NAMES = ("variance_epsilon", "eps")
+_TRIED = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+)
+"""Dtypes of input and weight."""
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+"""The module may round to the narrower dtype twice; we round once."""
+
+
+class FoundNorm(NamedTuple):
+    """An RMSNorm: its formula, and what its forward read in the trials that show it."""
+
+    spec: RMSNormSpec
+    reads: TrialReads
+
+
+_norms: dict[Hashable, list[FoundNorm]] = {}
+"""Norms found so far, by class and size; equal norms are tried only once."""
+
+
+def find_rms_norm(module: nn.Module) -> FoundNorm | None:
+    """Return the formula of an RMSNorm, or None if the module is not one."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
+        return None
+    cls = user_class(type(module))
+    others = (*module.children(), *module.buffers(recurse=False))
+    if "forward" in module.__dict__ or others or not takes_input_alone(cls):
+        return None
+    eps = next((e for n in _EPS_NAMES if isinstance(e := getattr(module, n, None), float)), None)
+    if eps is None:
+        return None
+    equal = _norms.setdefault((cls, weight.shape[0]), [])
+    for norm in equal:
+        if norm.reads.change(module) is None:
+            return norm
+    tried = _tried_norm(module, eps, weight.shape[0])
+    if tried is not None:
+        equal.append(tried)
+    return tried
+
+
+@functools.cache
+def takes_input_alone(cls: type[nn.Module]) -> bool:
+    """Return whether a class's forward has one argument besides ``self``, apart from ``*args``."""
+    try:
+        _, *arguments = inspect.signature(cls.forward).parameters.values()
+    except ValueError:  # written in C
+        return False
+    named = [a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    return len(named) == 1
+
+
+@_disable_current_modes()  # real tensors, even if the model has fake ones
+@torch.inference_mode(False)  # also enables gradients
+def _tried_norm(module: nn.Module, eps: float, size: int) -> FoundNorm | None:
+    """Return the spec whose results equal the module's own forward on the CPU.
+
+    They are equal in all dtypes, training or not, for values of all magnitudes, and have the same
+    gradients.
+    """
+    try:
+        recorder = Recorder(module, {"weight": None, "training": True})
+    except Exception:  # a class whose reads cannot be recorded
+        return None
+    for spec in (RMSNormSpec(eps, o, p) for o in (0.0, 1.0) for p in (True, False)):
+        if all(_agrees(recorder, spec, size, *dtypes) for dtypes in _TRIED):
+            reads = recorder.reads()
+            return None if reads is None else FoundNorm(spec, reads)
+    return None
+
+
+def _agrees(
+    recorder: Recorder, spec: RMSNormSpec, size: int, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    # A row with values near sqrt(eps) shows where eps is added, the last two show clamps.
+    rows = [spec.eps**0.5, 1.0, 8.0, 0.0, 2.0**-30, 2.0**30]
+    scale = torch.tensor(rows, device="cpu", dtype=torch.float32)[:, None]
+    x = torch.randn(6, size, generator=generator, device="cpu", dtype=torch.float32)
+    x = x.sign() * x.abs().clamp(2.0**-4) * scale  # no results that float16 stores as subnormals
+    x = x.clamp(-3e4, 3e4).to(dtype) if dtype == torch.float16 else x.to(dtype)
+    weight = torch.rand(size, generator=generator, device="cpu", dtype=torch.float32) + 0.5
+    exponents = torch.arange(size, device="cpu", dtype=torch.float32) % 17 - 8
+    weight = nn.Parameter((weight * exponents.exp2()).to(weight_dtype))
+    recorder.give("weight", weight)
+    out_dtype = torch.promote_types(dtype, weight_dtype) if spec.promotes else dtype
+    tolerance = max(_TOLERANCE[dtype], _TOLERANCE[weight_dtype])
+    with_gradients = dtype == weight_dtype == torch.float32
+    for training, tried in ((True, x[:3]), (False, x[None])):
+        recorder.give("training", training)
+        tried = tried.detach().requires_grad_(with_gradients)
+        got = _result(recorder.twin, tried, with_gradients)
+        if not isinstance(got, Tensor) or got.dtype != out_dtype or got.shape != tried.shape:
+            return False
+        want = _norm(tried, weight, spec).to(out_dtype)
+        if not torch.allclose(got.float(), want.float(), rtol=tolerance, atol=0.0):
+            return False
+        if with_gradients and not _same_gradients(got, want, (tried, weight)):
+            return False
+    return True
+
+
+def _result(twin: Any, x: Tensor, with_gradients: bool) -> Any:
+    try:
+        with (
+            torch.set_grad_enabled(with_gradients),
+            torch.autocast("cpu", enabled=False),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # torch warns about mixed dtypes
+            return twin.forward(x)
+    except Exception:
+        return None
+
+
+def _norm(x: Tensor, weight: Tensor, spec: RMSNormSpec) -> Tensor:
+    x = x.float()
+    rstd = (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt()
+    return x * rstd * (weight.float() + spec.offset)
+
+
+def _same_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+    if not got.requires_grad:
+        return False
+    grad = torch.linspace(-1, 2, got.numel(), device="cpu", dtype=torch.float32).view_as(got)
+    pairs = (torch.autograd.grad(y, inputs, grad, allow_unused=True) for y in (got, want))
+    for ours, theirs in zip(*pairs, strict=True):
+        if ours is None or theirs is None:
+            return False
+        limit = 1e-4 * theirs.abs().amax(-1, keepdim=True)
+        if not bool(((ours - theirs).abs() <= limit).all()):
+            return False
+    return True
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""What down reads, as a function of gate and up, (N,) each."""
+
+
+class FoundMLP(NamedTuple):
+    """A gated MLP: the names of its layers, and what its forward read in the trial."""
+
+    spec: GatedMLPSpec
+    reads: TrialReads
+
+
+def find_gated_mlp(module: nn.Module) -> FoundMLP | None:
+    """Return what a gated MLP consists of, or None if the module computes anything else."""
+    spec, recorder = _tried(module, lambda product: _is(product, lambda g, u: F.silu(g) * u))
+    reads = None if recorder is None else recorder.reads()
+    return None if spec is None or reads is None else FoundMLP(spec, reads)
+
+
+def find_gated_layers(module: nn.Module) -> GatedMLPSpec | None:
+    """Return the layers of a gated MLP with any activation, such as GeGLU's, or None."""
+    return _tried(module, _is_linear_in_up)[0]
+
+
+def _tried(
+    module: nn.Module, is_formula: Callable[[Product], bool]
+) -> tuple[GatedMLPSpec | None, Recorder | None]:
+    """Return the layers whose product has a formula, and the recorder of the trial."""
+    children = dict(module.named_children())
+    layers = {n: layer for n, child in children.items() if (layer := _layer_in(child))}
+    if len(layers) not in (2, 3) or "forward" in module.__dict__:
+        return None, None
+    others = [n for n in children if n not in layers]
+    for spec in _specs(layers):
+        try:
+            inner = {n: Recorder(children[n], {"training": True}) for n in others}
+            recorder = Recorder(module, {"training": True, **inner})
+            with _disable_current_modes():
+                for training in (True, False):
+                    for each in (recorder, *inner.values()):
+                        each.give("training", training)
+                    if not is_formula(_Trial(recorder, spec, layers[spec.down].in_features)):
+                        break
+                else:
+                    return spec, recorder
+        except Exception:  # the forward does something else with its layers
+            continue
+    return None, None
+
+
+def _specs(layers: dict[str, nn.Linear]) -> Iterator[GatedMLPSpec]:
+    """Yield the parts that layers of these sizes can have in a gated MLP."""
+    for down, layer in layers.items():
+        inputs = tuple(name for name in layers if name != down)
+        width = sum(layers[name].out_features for name in inputs)
+        if width != 2 * layer.in_features:
+            continue
+        if len(inputs) == 2:
+            yield from (GatedMLPSpec(inputs, down), GatedMLPSpec(inputs[::-1], down))
+        else:
+            yield from (GatedMLPSpec(inputs, down, first) for first in (True, False))
+
+
+class _Trial:
+    """The `Product` of a twin's forward; any other use of its layers raises NotImplementedError."""
+
+    def __init__(self, recorder: Recorder, spec: GatedMLPSpec, size: int) -> None:
+        self._recorder, self._spec, self._size = recorder, spec, size
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        x, result, spec = object(), object(), self._spec
+        # (N,) -> (1, rows, size), the last row filled with zeros
+        parts = [F.pad(v, (0, -len(v) % self._size)).view(1, -1, self._size) for v in (gate, up)]
+        parts = parts if spec.gate_first else parts[::-1]
+        outputs = parts if len(spec.inputs) == 2 else [torch.cat(parts, -1)]
+        calls: list[tuple[str, Any]] = []
+
+        def layer(name: str, output: Any, argument: Any) -> Any:
+            calls.append((name, argument))
+            return output
+
+        for name, output in zip((*spec.inputs, spec.down), (*outputs, result), strict=True):
+            self._recorder.give(name, partial(layer, name, output))
+        with _ShapesAlone():
+            returned = self._recorder.twin.forward(x)
+        *on_input, (last, product) = calls
+        is_input = [value is x for _, value in on_input]
+        once = sorted(name for name, _ in on_input) == sorted(spec.inputs)
+        if returned is not result or last != spec.down or not (once and all(is_input)):
+            raise NotImplementedError
+        return product.flatten()[: len(gate)]
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """Refuses questions about tensors apart from their shape: code may branch on the answers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.__name__ == "__get__" and func != Tensor.shape.__get__:
+            raise NotImplementedError
+        return func(*args, **(kwargs or {}))
+
+
+def _is_linear_in_up(product: Product) -> bool:
+    return _is(product, lambda g, u: product(g, torch.ones_like(u)) * u) and not _is(
+        product, lambda g, u: product(torch.ones_like(g), u) * g
+    )
+
+
+def _is(product: Product, formula: Product) -> bool:
+    """Return whether two functions of gate and up agree."""
+    pairs = (lambda x, f=f: f(*x.reshape(-1, 2).unbind(1)) for f in (product, formula))
+    return computes_alike(*pairs)
+
+
+def _layer_in(child: nn.Module) -> nn.Linear | None:
+    """Return a linear layer, or the one inside an adapter, or None if there is neither."""
+    layers = [m for m in child.modules() if isinstance(m, nn.Linear)]
+    return max(layers, key=lambda m: m.in_features * m.out_features, default=None)
+
+
+def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:
+    """Return the down projections of the gated MLPs of a model, with the names of the MLPs.
+
+    If an adapter wraps such a layer, this is the base layer, PEFT's ``base_layer``.
+
+    Args:
+        model: any model.
+        configs: configurations of the layers; the result is empty unless one has Smooth-SwiGLU.
+    """
+    names: dict[nn.Module, str] = {}
+    if not any(config.smooth_swiglu for config in configs):
+        return names
+    for name, module, spec in gated_mlps(model):
+        layer = getattr(module, spec.down)
+        layer = own_child(layer, "base_layer") or layer
+        if layer is not None and is_linear(layer):
+            names[layer] = name
+    return names
+
+
+def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]]:
+    """Yield (name, module, names of its layers) of the gated MLPs, with any activation."""
+    for name, module in model.named_modules():
+        if isinstance(module, Float8GatedMLP):
+            yield name, module, module.fp8.spec
+        else:
+            spec = find_gated_layers(module)
+            if spec is not None:
+                yield name, module, spec
