@@ -24,11 +24,14 @@ MODEL = "Llama-3.1-8B"
 SHOWN = {
     "weights": "weights",
     "residuals": "residuals of weights",
+    "gradients": "gradients",
     "states": "moments",
     "saved activations": "activations",
     "workspace": "workspace",
 }
-"""Names of the categories of memory in the picture; gradients are freed by the time of the peak."""
+"""Names of the categories of memory in the picture. BF16's peak has no gradients yet, and O2's, at
+the end of backward, no activations any more.
+"""
 
 
 def curve(rows: list[dict[str, Any]], precision: str, column: str) -> dict[int, float]:

@@ -4,7 +4,7 @@ What an export refuses is a ValueError that names the layer and a way out.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.output_layer import OutputLayer
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.tensor.frozen_payload import FROZEN_BLOCK
@@ -184,7 +185,15 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
     return next(iter(first))
 
 
-def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
+def is_frozen_head(layer: Float8Layer) -> bool:
+    """Return whether a layer runs in FP8 because it is a frozen output layer.
+
+    Its weight, which an embedding may share, is written in BF16.
+    """
+    return isinstance(layer, OutputLayer) and layer.loss_head.was_frozen
+
+
+def refuse_tied(name: str, owner: str, layers: Container[str]) -> None:
     """Refuse an FP8 layer that shares its weight with another module."""
     if name in layers or owner in layers:
         raise ValueError(

@@ -28,6 +28,7 @@ from torch_fp8.checkpoint.export_layers import (
     held_experts,
     held_layers,
     ignored_experts,
+    is_frozen_head,
     one_recipe,
     refuse_ambiguous,
     refuse_sharded,
@@ -47,7 +48,7 @@ from torch_fp8.checkpoint.stored_names import (
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights, is_linear
+from torch_fp8.nn.layer_filter import expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer, is_paused
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
@@ -295,7 +296,9 @@ def plan_export(
     layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
     if not paused:
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
-    format = None if name is None else ExportFormat(name, one_recipe(layers, name))
+    heads = {id(output_layer(module)) for _, module in places}  # no format holds them in FP8
+    others = {n: m for n, m in layers.items() if id(m) not in heads} or layers
+    format = None if name is None else ExportFormat(name, one_recipe(others, name))
     held = {} if format is None else held_layers(model, layers, places, format)
     tied = getattr(model, "all_tied_weights_keys", ())  # by transformers, when it loads the model
     tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
@@ -320,7 +323,8 @@ def plan_export(
             refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
-                refuse_tied(name, before.removesuffix(".weight"), layers)
+                untied = {n for n, m in layers.items() if not is_frozen_head(m)}
+                refuse_tied(name, before.removesuffix(".weight"), untied)
             if before != key and (key in tied or not is_file):
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None

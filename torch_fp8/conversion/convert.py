@@ -30,6 +30,7 @@ from torch_fp8.conversion.fused_layers import (
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
 from torch_fp8.conversion.output_layers import (
     convert_output_layers,
+    find_output_layers,
     frozen_output_layers,
     revert_output_layers,
 )
@@ -145,7 +146,9 @@ def _choose(
     if config.recipe != "auto":
         return None, recipe
     free = [name for name in products if name not in own or own[name].recipe == "auto"]
-    linear = {name: products[name] for name in free if is_linear(products[name])}
+    # Losses multiply output layers tensorwise; measured with all logits, they need gigabytes.
+    heads = find_output_layers(model) if config.loss_head != "off" else {}
+    linear = {n: products[n] for n in free if n not in heads and is_linear(products[n])}
     choice = choose_recipe(model, linear, find_readers(model, linear, config), config, target)
     if choice.not_measured is None:
         recipe = recipe_of(config, choice.recipe)

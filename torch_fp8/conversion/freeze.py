@@ -39,7 +39,7 @@ def freeze(
 
     A model that is not converted yet is converted first. In a model with PEFT adapters, the weights
     that PEFT trains stay as they are; in any other model all FP8 layers are frozen, whatever their
-    ``requires_grad``. Embeddings, norms, ``lm_head``, modules matched by `config.skip`, and weights
+    ``requires_grad``. Embeddings, norms, modules matched by `config.skip`, and weights
     shared by several modules keep their dtype. The Parameters stay the same objects, and their
     memory in the old dtype is freed. ``state_dict`` returns plain BF16 tensors under the same keys.
     An optimizer with a frozen weight raises ValueError at its conversion or first step.

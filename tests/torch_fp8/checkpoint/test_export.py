@@ -447,6 +447,25 @@ def test_an_output_layer_in_fp8_is_refused_tied_and_written_in_bf16_else(tmp_pat
     assert "; output layer 'lm_head' in BF16; 1 that run in FP8 are written in BF16" in str(report)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_frozen_output_layer_in_fp8_is_written_in_bf16(tied, tmp_path):
+    """Under LoRA it is stored with one scale, among layers with scales of blocks."""
+    import peft
+
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(tiny_llama(vocab_size=4096, tie_word_embeddings=tied), options)
+    report = convert_to_float8(model, "blockwise")
+    assert list(report.loss_heads.values()) == ["fp8"]
+    with pytest.warns(UserWarning, match="engines keep the output layer in 16 bits"):
+        report = export(model, tmp_path / "out", adapters="merge")
+    assert report.head == "lm_head"
+    assert report.head not in report.fp8
+    written, head = _read(tmp_path / "out"), model.get_output_embeddings().weight
+    key = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    assert tied == ("lm_head.weight" not in written)
+    torch.testing.assert_close(written[key], head.detach().bfloat16(), rtol=0, atol=0)
+
+
 def test_sharded_weights_are_refused_by_name(tmp_path):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -269,6 +269,17 @@ def test_nothing_is_measured_of_what_stays_anyway(timed):
         convert_to_float8(model(), FP8Config(skip=("**",)))
 
 
+def test_output_layers_in_fp8_are_not_measured(timed):
+    """Their loss is tensorwise, in chunks; all logits of the measurement would need gigabytes."""
+    timer = timed({WIDE: (100, fp8(60)), NARROW: (10, fp8(5)), SMALL: (10, fp8(5))})
+    net = model()
+    net["head"] = nn.Linear(16, 4096).requires_grad_(False)
+    report = convert_to_float8(net, AUTO)
+    assert report.loss_heads == {"head": "fp8"}
+    assert "head" in report.converted
+    assert {tuple(run.layers[0].weight.shape) for run in timer.runs} == {WIDE, NARROW, SMALL}
+
+
 def test_ranks_that_cannot_agree_do_not_measure(timed):
     clock = timed({})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

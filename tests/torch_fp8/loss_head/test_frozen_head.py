@@ -19,6 +19,7 @@ from tests.torch_fp8.loss_head.logits_cases import (
     small_chunks,
 )
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
+from torch_fp8.monitor.monitor import Monitor
 
 SHAPE = (4, 96)
 
@@ -126,9 +127,25 @@ def test_trained_fp8_layers_are_no_layers_that_a_program_bypasses():
     optimizer = torch.optim.AdamW(model.parameters())
     convert_optimizer(optimizer, config, model=model)
     _step(model)
+    assert model.lm_head.fp8.called  # a graph of another test would suppress the warning
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+def test_the_monitor_measures_the_operands_of_the_layer():
+    model, logged = _model(), {}
+    config = FP8Config("tensorwise", opt_level="O1", monitor=2)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    Monitor(model, [optimizer], config, log=lambda values, _: logged.update(values))
+    fused = []
+    for _ in range(4):
+        fused.append(is_fused(_step(model)[1], SHAPE))
+        optimizer.step()
+    for operand in ("input", "weight", "grad_output"):
+        assert logged[f"fp8/lm_head/{operand}/sqnr"] > 15
+    assert fused == [True, False, True, False]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

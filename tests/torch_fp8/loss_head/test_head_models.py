@@ -297,13 +297,15 @@ def test_options_and_the_summary():
         FP8Config(loss_head="fp16")
 
 
-def test_a_loss_of_liger_kernel_stays_its_own():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_liger_kernel_stays_its_own(frozen):
     def forward(self, *args, **kwargs):
         return type(self).forward(self, *args, **kwargs)
 
     forward.__module__ = "liger_kernel.transformers.model.llama"
     model = _model()
     model.forward = types.MethodType(forward, model)
+    model.lm_head.weight.requires_grad_(not frozen)
     report = convert_to_float8(model, FP8Config("tensorwise"))
     assert report.loss_heads == {"lm_head": "liger"}
     assert "loss head lm_head: as Liger Kernel computes it" in str(report)
