@@ -4,7 +4,7 @@ What an export refuses is a ValueError that names the layer and a way out.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,9 +193,9 @@ def is_frozen_head(layer: Float8Layer) -> bool:
     return isinstance(layer, OutputLayer) and layer.loss_head.was_frozen
 
 
-def refuse_tied(name: str, owner: str, layers: Container[str]) -> None:
-    """Refuse an FP8 layer that shares its weight with another module."""
-    if name in layers or owner in layers:
+def refuse_tied(name: str, owner: str, layers: Mapping[str, Float8Layer]) -> None:
+    """Refuse an FP8 layer that shares its weight with another module, but a frozen output layer."""
+    if any(n in layers and not is_frozen_head(layers[n]) for n in (name, owner)):
         raise ValueError(
             f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
             f"in high precision; convert the model with {name!r} in skip"

@@ -28,7 +28,6 @@ from torch_fp8.checkpoint.export_layers import (
     held_experts,
     held_layers,
     ignored_experts,
-    is_frozen_head,
     one_recipe,
     refuse_ambiguous,
     refuse_sharded,
@@ -293,9 +292,8 @@ def plan_export(
     is_file = name is not None and in_bf16 is None
     smooth = None if name is None or adapted_layers(model) else SmoothFold(model)
     places = list(fold.walk(model))
-    layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
-    if not paused:
-        layers = {n: m for n, m in layers.items() if not is_paused(m)}
+    in_fp8 = {n: m for n, m in places if isinstance(m, Float8Layer)} if name is not None else {}
+    layers = {n: m for n, m in in_fp8.items() if paused or not is_paused(m)}
     heads = {id(output_layer(module)) for _, module in places}  # no format holds them in FP8
     others = {n: m for n, m in layers.items() if id(m) not in heads} or layers
     format = None if name is None else ExportFormat(name, one_recipe(others, name))
@@ -323,8 +321,7 @@ def plan_export(
             refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
-                untied = {n for n, m in layers.items() if not is_frozen_head(m)}
-                refuse_tied(name, before.removesuffix(".weight"), untied)
+                refuse_tied(name, before.removesuffix(".weight"), layers)
             if before != key and (key in tied or not is_file):
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None
