@@ -799,8 +799,9 @@ def _trained(grouped, readers, seed=3, **options):
 def test_optimizers_step_as_on_layers_apart(options, readers):
     """Also in backward: dgrad reads the weights before the first of them is stepped."""
     results = [_trained(grouped, readers, **options) for grouped in (False, True)]
+    least = 15 if readers is Gated else 20
     for apart, grouped in zip(*results, strict=True):
-        assert sqnr_db(apart, grouped) > 20
+        assert sqnr_db(apart, grouped) > least
 
 
 @both_groups
