@@ -28,7 +28,6 @@ from torch_fp8.checkpoint.export_layers import (
     held_experts,
     held_layers,
     ignored_experts,
-    is_frozen_head,
     one_recipe,
     refuse_ambiguous,
     refuse_sharded,
@@ -323,8 +322,7 @@ def plan_export(
             refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
-                untied = {n for n, m in layers.items() if not is_frozen_head(m)}
-                refuse_tied(name, before.removesuffix(".weight"), untied)
+                refuse_tied(name, before.removesuffix(".weight"), layers)
             if before != key and (key in tied or not is_file):
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None

@@ -18,8 +18,7 @@ from tests.torch_fp8.loss_head.logits_cases import (
     is_fused,
     small_chunks,
 )
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.monitor.monitor import Monitor
+from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
 
 SHAPE = (4, 96)
 
