@@ -185,17 +185,13 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
     return next(iter(first))
 
 
-def is_frozen_head(layer: Float8Layer) -> bool:
-    """Return whether a layer runs in FP8 because it is a frozen output layer.
+def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
+    """Refuse an FP8 layer that shares its weight with another module.
 
-    Its weight, which an embedding may share, is written in BF16.
+    A frozen output layer's weight, which the embedding reads, is written in BF16.
     """
-    return isinstance(layer, OutputLayer) and layer.loss_head.was_frozen
-
-
-def refuse_tied(name: str, owner: str, layers: Mapping[str, Float8Layer]) -> None:
-    """Refuse an FP8 layer that shares its weight with another module, but a frozen output layer."""
-    if any(n in layers and not is_frozen_head(layers[n]) for n in (name, owner)):
+    pair = [layers[each] for each in (name, owner) if each in layers]
+    if any(not (isinstance(m, OutputLayer) and m.loss_head.was_frozen) for m in pair):
         raise ValueError(
             f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
             f"in high precision; convert the model with {name!r} in skip"

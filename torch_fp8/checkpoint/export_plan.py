@@ -292,8 +292,9 @@ def plan_export(
     is_file = name is not None and in_bf16 is None
     smooth = None if name is None or adapted_layers(model) else SmoothFold(model)
     places = list(fold.walk(model))
-    in_fp8 = {n: m for n, m in places if isinstance(m, Float8Layer)} if name is not None else {}
-    layers = {n: m for n, m in in_fp8.items() if paused or not is_paused(m)}
+    layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
+    if not paused:
+        layers = {n: m for n, m in layers.items() if not is_paused(m)}
     heads = {id(output_layer(module)) for _, module in places}  # no format holds them in FP8
     others = {n: m for n, m in layers.items() if id(m) not in heads} or layers
     format = None if name is None else ExportFormat(name, one_recipe(others, name))
