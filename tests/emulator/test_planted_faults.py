@@ -154,7 +154,7 @@ def test_memory_that_nobody_has_written():
     cast = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, False)
     with emulated():
         raising = cast._replace(scale=torch.ones(()), amax=torch.empty(()))
-        with pytest.raises(faults.Uninitialised, match=r"byte 0 of amax_ptr, never written"):
+        with pytest.raises(faults.Uninitialised, match=r"byte 0 of .*amax_ptr\b.*, never written"):
             casts.kernel()(x, raising)
         with pytest.raises(faults.Uninitialised, match="never written"):
             casts.kernel()(x, cast._replace(amax=torch.empty(())))

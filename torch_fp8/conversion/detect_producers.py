@@ -206,7 +206,8 @@ def _tried(
     if len(layers) not in (2, 3) or "forward" in module.__dict__:
         return None, None
     others = [n for n in children if n not in layers]
-    for spec in _specs(layers):
+    alone = all(children[n] is layer for n, layer in layers.items())
+    for spec in _specs(layers, alone):
         try:
             inner = {n: Recorder(children[n], {"training": True}) for n in others}
             recorder = Recorder(module, {"training": True, **inner})
@@ -223,12 +224,15 @@ def _tried(
     return None, None
 
 
-def _specs(layers: dict[str, nn.Linear]) -> Iterator[GatedMLPSpec]:
-    """Yield the parts that layers of these sizes can have in a gated MLP."""
+def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:
+    """Yield the parts that layers of these sizes can have in a gated MLP.
+
+    A layer that is not `alone`, but inside another module, tells nothing about that one's output.
+    """
     for down, layer in layers.items():
         inputs = tuple(name for name in layers if name != down)
         width = sum(layers[name].out_features for name in inputs)
-        if width != 2 * layer.in_features:
+        if alone and width != 2 * layer.in_features:
             continue
         if len(inputs) == 2:
             yield from (GatedMLPSpec(inputs, down), GatedMLPSpec(inputs[::-1], down))

@@ -106,7 +106,7 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, capsys):
         "exists; name a file": [stock, text],
         "is a folder": [tmp_path, tmp_path / "new"],
         "name the one that holds the optimizer's state: optimizer.pt": [text, tmp_path / "new"],
-        "(pathlib.PosixPath), and loading those could run code": [objects, tmp_path / "new"],
+        "(pathlib.PosixPath), and loading them could run code": [objects, tmp_path / "new"],
         "is not a file that torch.save wrote, or is cut off": [other, tmp_path / "new"],
     }
     for message, (source, target) in cases.items():
