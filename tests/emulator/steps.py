@@ -99,7 +99,7 @@ def train(case: Case, noisy: bool = False) -> dict[str, Any]:
     convert_optimizer(optimizer, config, model=model)
     losses, grads, first = [], {}, {}
     for number, tokens in enumerate(LENGTHS):
-        ids = batch(number, tokens, 0)
+        ids = batch(case.first_batch + number, tokens, 0)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

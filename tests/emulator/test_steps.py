@@ -17,10 +17,10 @@ from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.scaled_mm import QuantizedTensor, lay_out
 
 ROOT = Path(__file__).resolve().parents[2]
-EXACT, NOISE = 1e-5, 0.2
+EXACT, NOISE = 2e-6, 0.2
 """Distances of gradients: of float32 sums in another order, and of FP8 values that these move."""
 ALONE = ("llama", "gpt2")
-"""Models whose norms are not fused at O1: a sum's order moves at most one FP8 value at first."""
+"""Models whose norms are not fused at O1: no sum's order moves an FP8 value in the first step."""
 
 
 def distances(*cases, module="steps"):
@@ -47,7 +47,7 @@ def test_steps_of_two_recipes():
     rows = distances("tensorwise O1", "blockwise O3")
     for row in rows.values():
         assert_as_near_as_promised(row)
-    assert rows["tensorwise O1"]["loss"] < 1e-4
+    assert rows["tensorwise O1"]["loss"] == 0
     assert rows["tensorwise O1"]["launches"] > 200
     assert rows["blockwise O3"]["kernels"] >= 9
 
