@@ -86,7 +86,7 @@ def few_rows() -> Iterator[None]:
         return torch.cat([partial] * cdiv(count, len(partial)))[:count].contiguous()
 
     def of_all(x: Tensor) -> Tensor:
-        tiles = cdiv(rows.get(x.data_ptr(), 1), quantize.AMAX_ROWS) * cdiv(x.shape[1], 128)
+        tiles = cdiv(rows.get(x.data_ptr(), 1), quantize.AMAX_TILE.rows) * cdiv(x.shape[1], 128)
         return as_many(x, partial_amax(x), min(tiles, quantize.AMAX_PROGRAMS))
 
     def of_columns(x: Tensor, *sums: Any) -> Tensor:

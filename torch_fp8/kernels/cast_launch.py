@@ -26,6 +26,10 @@ TILE_WARPS = 16
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
+# Rows up to this length are read once and kept in registers: 32 elements per thread in 16 warps.
+MAX_ROW_IN_REGISTERS = 16384
+ROW_CHUNK = 8192
+
 
 class Tile(NamedTuple):
     """The size of the tile that one program works on."""
@@ -33,6 +37,21 @@ class Tile(NamedTuple):
     rows: int
     cols: int
     warps: int
+
+    def grid(self, x: Tensor) -> tuple[int]:
+        """Return the number of programs for a matrix of x's shape."""
+        return (cdiv(x.shape[0], self.rows) * cdiv(x.shape[1], self.cols),)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The arguments of a launch that depend on the tile."""
+        return {"BLOCK_R": self.rows, "BLOCK_C": self.cols, "num_warps": self.warps}
+
+
+def whole_rows(cols: int, least: int) -> Tile:
+    """Return a tile of rows, each whole if it fits in registers; `least`: its least columns."""
+    block_c = max(next_power_of_2(cols), least) if cols <= MAX_ROW_IN_REGISTERS else ROW_CHUNK
+    return Tile(max(1, 4096 // block_c), block_c, max(4, block_c // 1024))  # 32 elements a thread
 
 
 def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:

@@ -113,7 +113,6 @@ def quantize_2d_beside(
         PARTIALS=AMAX_PROGRAMS if num_partials > 1 else 1,
         BLOCK=BLOCK,
         num_warps=TILE_WARPS,
-        enable_fp_fusion=True,
     )
     return (*layouts, transpose)
 

@@ -182,6 +182,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         end: int | None = self.__dict__.get("_end")  # of the arguments that choose the binary
 
         def launch(*args: Any, **options: Any) -> None:
+            options.setdefault(_FUSION, True)  # releases of Triton have different defaults
             if args[0].__class__ is FunctionalTensor:
                 add_launch(self, grid, args, options)
                 return

@@ -22,7 +22,6 @@ from torch_fp8.kernels.cast_launch import (
     Tile,
     amax_bits,
     amax_slot,
-    cdiv,
     fits_tiles,
     fused_flags,
     pointers,
@@ -109,7 +108,7 @@ def swiglu_cast_kernel(
 
 
 # Tile without a column layout: 16 elements of each operand for each of 256 threads.
-ROWS, WARPS = 32, 8
+ROW_TILE = Tile(32, BLOCK, 8)
 
 # Column groups of 128 need tiles of 128 rows. Other column layouts use 64 rows, 64 contiguous bytes
 # of a transposed store, and as many warps as it takes to avoid spills.
@@ -172,10 +171,9 @@ def _launch(
     """
     rows, cols = gate.shape
     saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
-    block_r, warps = tile(options)
-    block_r, block_c, warps = whole or (block_r, BLOCK, warps)
+    tile = whole or tile_of(options)
     if gate.numel():
-        swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+        swiglu_cast_kernel[tile.grid(gate)](
             gate,
             up,
             *pointers((smooth, largest, *saved), gate),
@@ -191,9 +189,7 @@ def _launch(
             SAVE=save,
             AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
             **fused_flags(options, layouts, whole is not None),
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            num_warps=warps,
+            **tile.options,
             enable_fp_fusion=False,
         )
     return saved
@@ -213,11 +209,10 @@ def is_fused(options: CastOptions, *inputs: Tensor) -> bool:
     return fits_tiles(options, *inputs) and (common or not whole)
 
 
-def tile(options: CastOptions | None) -> tuple[int, int]:
-    """Return the rows and warps of a tile."""
-    granularity = "" if options is None else options.granularity
-    if options is None or (granularity != "block_128x128" and not options.columnwise):
-        return ROWS, WARPS
-    if granularity in WHOLE_TILES:
-        return BLOCK, TILE_WARPS
-    return COLUMN_ROWS, WARPS if granularity == "tensorwise" else TILE_WARPS
+def tile_of(options: CastOptions | None) -> Tile:
+    """Return the tile of a launch."""
+    if options is None or (options.granularity != "block_128x128" and not options.columnwise):
+        return ROW_TILE
+    if options.granularity in WHOLE_TILES:
+        return Tile(BLOCK, BLOCK, TILE_WARPS)
+    return Tile(COLUMN_ROWS, BLOCK, 8 if options.granularity == "tensorwise" else TILE_WARPS)

@@ -24,7 +24,6 @@ from torch_fp8.kernels.cast_launch import (
     TYPES,
     amax_bits,
     amax_slot,
-    cdiv,
     fused_flags,
     pointers,
     scale_source,
@@ -32,7 +31,7 @@ from torch_fp8.kernels.cast_launch import (
 from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.quantize import quantize_2d
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
+from torch_fp8.kernels.swiglu import ROW_TILE, is_fused, tile_of
 from torch_fp8.kernels.tiles import (
     load_saved,
     load_tile,
@@ -221,7 +220,7 @@ def _casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
     Registers cannot hold both for a tile of 128 rows.
     """
     fits = is_fused(options, inputs.grad, inputs.gate, inputs.up)
-    return fits and tile(options)[0] < BLOCK
+    return fits and tile_of(options).rows < BLOCK
 
 
 def _store_gradients(
@@ -264,7 +263,7 @@ def _launch(
     if largest is not None:
         slots = [largest, None]
     both = slots[0] is not None
-    swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
+    swiglu_backward_cast_kernel[ROW_TILE.grid(grad)](
         *pointers((grad, gate, gate_scale, up, up_scale), grad),
         *(scale_source(cast, grad) for cast in casts),
         *pointers((*slots, *layouts), grad),
@@ -278,8 +277,6 @@ def _launch(
         JOINED=joined is not None,
         AMAX="pair" if largest is not None and largest.ndim else "both" if both else "",
         **fused_flags(casts[0], layouts),
-        BLOCK_R=ROWS,
-        BLOCK_C=BLOCK,
-        num_warps=WARPS,
+        **ROW_TILE.options,
         enable_fp_fusion=False,
     )

@@ -88,6 +88,5 @@ def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -
             BLOCK=BLOCK,
             WHOLE=cols % 16 == 0 and columns % 16 == 0,
             num_warps=WARPS,
-            enable_fp_fusion=True,
         )
     return out

@@ -44,19 +44,20 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
         )
     if emulate:
         return
-    capability = torch.cuda.get_device_capability(device)
-    _check(card_name(device), capability, recipe_name, _cuda_version())
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    check_card(name, capability, recipe_name, _cuda_version())
 
 
-def check_card(name: str, capability: tuple[int, int], recipe_name: str) -> None:
+def check_card(
+    name: str,
+    capability: tuple[int, int],
+    recipe_name: str,
+    cuda: tuple[int, ...] = _MIN_CUDA_OF_BLOCKS,
+) -> None:
     """Raise ValueError if a GPU of this compute capability, which need not be present, cannot run
-    the recipe with a recent CUDA.
+    the recipe with a version of CUDA.
     """
     card = f"{name} (sm_{capability[0]}{capability[1]})"
-    _check(card, capability, recipe_name, _MIN_CUDA_OF_BLOCKS)
-
-
-def _check(card: str, capability: tuple[int, int], recipe_name: str, cuda: tuple[int, ...]) -> None:
     if capability < MIN_CAPABILITY:
         raise ValueError(
             f"{card} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "

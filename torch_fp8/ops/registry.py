@@ -171,13 +171,7 @@ def _first(args: Sequence[Any]) -> Tensor:
 
 def _flat(args: Sequence[Any]) -> list[Any]:
     """Return the arguments with tuples flattened, as in a schema."""
-    flattened: list[Any] = []
-    for argument in args:
-        if isinstance(argument, tuple):
-            flattened.extend(argument)
-        else:
-            flattened.append(argument)
-    return flattened
+    return [x for part in args for x in (part if isinstance(part, tuple) else (part,))]
 
 
 def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Callable[..., Any]:
