@@ -22,8 +22,8 @@ from tests.internals import kernels_rms_norm as rms_norm
 from tests.kernel_cases.comparison import same_bits
 from tests.rows_of_messages import unpack
 from tests.torch_fp8.kernels import test_compiled, test_producers_compiled
-from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
+from torch_fp8.ops.quantize import save_input
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = 144

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
-from torch_fp8.ops.fused_quantize import save_input, saved_values
 from torch_fp8.ops.moe_rows import group_of_rows
-from torch_fp8.ops.quantize import quantize_2d
+from torch_fp8.ops.quantize import quantize_2d, save_input, saved_values
 from torch_fp8.ops.registry import operator
 
 _BEYOND, _CUT = 1.25, 1.125

@@ -175,6 +175,7 @@ def _encode(x: Tensor, target: GradientParts, keys: Keys, accumulate: bool) -> N
             value = x[part].float()
             if accumulate:
                 value = decode_rows(target, part) + value
-            index = element_index(*value.shape, part.start, 0, value.shape[1], x.device)
+            rows, cols = value.shape
+            index = element_index(rows, cols, part.start, 0, cols, x.device)
             bits = random_words(index, keys) & 0xFFFF
             target.qdata[part], target.scale[part] = encode(value, GRADIENT, bits << 4 | 8)

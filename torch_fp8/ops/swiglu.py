@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input
+from torch_fp8.ops.quantize import quantize_2d, save_input
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -63,8 +63,7 @@ def swiglu_save(
 def _quantize_fake(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    results = cast_result_fake(gate, options, finds_amax=True)
-    return (*results, *save_input(gate, save), *save_input(up, save))
+    return (*options.new_layouts(gate), *save_input(gate, save), *save_input(up, save))
 
 
 @operator(_quantize_fake, results=8)
@@ -81,9 +80,7 @@ def swiglu_quantize(
         save: whether to return gate and up as `swiglu_save` does, from the same read.
     Returns:
         ``(q, s, qt, st, gate_q, gate_s, up_q, up_s)``; for the first four see
-        `torch_fp8.ops.fused_quantize`.
-    Raises:
-        ValueError: if a granularity other than tensorwise has an amax or a scale.
+        `torch_fp8.ops.quantize.quantize_2d`.
     """
-    results = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
+    results = quantize_2d(swiglu.reference(gate, up, smooth), options)
     return (*results, *save_input(gate, save), *save_input(up, save))
