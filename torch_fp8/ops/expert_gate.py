@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
 from torch_fp8.ops.moe_rows import group_of_rows
-from torch_fp8.ops.quantize import quantize_2d, save_input, saved_values
+from torch_fp8.ops.quantize import quantize_2d, save_inputs, saved_values
 from torch_fp8.ops.registry import operator
 
 _BEYOND, _CUT = 1.25, 1.125
@@ -92,7 +92,7 @@ def _quantize_fake(
 ) -> tuple[Tensor | None, ...]:
     half = h.new_empty((h.shape[0], h.shape[1] // 2))
     payload = EXPERT_ROWS.new_layouts(half)[:2]
-    return (*payload, *save_input(half, save), *save_input(half, save))
+    return (*payload, *save_inputs(save, half, half))
 
 
 @operator(_quantize_fake, results=6)
@@ -115,7 +115,7 @@ def expert_gate_quantize(
     gate, up = _biased_halves(h, offs, bias, form)
     halves = _saved_halves(gate, up, form)
     a = _scored(gate, up, score, form)
-    return *_quantized(a), *(t for half in halves for t in save_input(half, save))
+    return (*_quantized(a), *save_inputs(save, *halves))
 
 
 def scored_activation(

@@ -270,6 +270,11 @@ def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | 
     return q, s
 
 
+def save_inputs(wanted: bool, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the results of `save_input` of each input in turn."""
+    return tuple(t for x in inputs for t in save_input(x, wanted))
+
+
 def saved_stand_ins(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return placeholders for the results of `save_input`, (R, C), if nothing is saved."""
     shape = scale_shape(x.shape[0], x.shape[1], SAVED)

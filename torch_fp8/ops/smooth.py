@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import Payloads, as_layouts, quantize_2d, save_input
+from torch_fp8.ops.quantize import Payloads, as_layouts, quantize_2d, save_inputs
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.swiglu import swiglu
 from torch_fp8.quantization.scaling import SMOOTH_RANGE
@@ -41,11 +41,7 @@ def column_amax(x: Tensor) -> Tensor:
     return x.abs().amax(0).float()
 
 
-def _save_fake(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
-    return (*save_input(gate, save), *save_input(up, save), _column_fake(gate))
-
-
-@operator(_save_fake, results=5)
+@operator(lambda gate, up, save: (*save_inputs(save, gate, up), _column_fake(gate)), results=5)
 def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
     """Save gate and up as `torch_fp8.ops.swiglu.swiglu_save`, and compute the amax of each column.
 
@@ -57,7 +53,7 @@ def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | 
         float32 of ``silu(gate) * up``. All come from one read.
     """
     amax = column_amax.reference(swiglu.reference(gate, up, None))
-    return (*save_input(gate, save), *save_input(up, save), amax)
+    return (*save_inputs(save, gate, up), amax)
 
 
 @operator(lambda amax: (torch.empty_like(amax), torch.empty_like(amax), amax.new_empty(())))
