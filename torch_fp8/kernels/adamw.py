@@ -80,7 +80,8 @@ class _Class(NamedTuple):
         return REGISTERS if limited else None
 
     @property
-    def constants(self) -> dict[str, object]:
+    def options(self) -> dict[str, object]:
+        """The compile-time constants and options of a launch."""
         return {
             "WEIGHT": _DTYPES[self.weight],
             "RESIDUAL": self.residual,
@@ -88,6 +89,7 @@ class _Class(NamedTuple):
             "LAYOUT": self.layout,
             "CHUNK": self.chunk,
             "GROUPS": ODD_GROUPS if self.layout == "any" else GROUPS,
+            **{"num_warps": 1, "enable_fp_fusion": False},
         }
 
 
@@ -111,9 +113,7 @@ def adamw_step(
                 table,
                 chunks,
                 AMAX=kind.amax,
-                **kind.constants,
-                num_warps=1,
-                enable_fp_fusion=False,
+                **kind.options,
                 maxnreg=kind.registers,
             )
             if kind.payload:
@@ -166,9 +166,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
                 chunks,
                 partial,
                 COUPLED=coupled,
-                **kind.constants,
-                num_warps=1,
-                enable_fp_fusion=False,
+                **kind.options,
             )
             update_rms_kernel[(len(chosen),)](
                 table,

@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, is_known, new_group_scales
+from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, cdiv, is_known, new_group_scales
 
 BLOCK = 128
 # 128 x 128, because it holds whole groups of every block granularity in both directions, and the
@@ -193,11 +193,6 @@ def registers(warps: int) -> int:
 def amax_bits(x: Tensor, *shape: int) -> Tensor:
     """Allocate int32 bits of amaxes, zeros that kernels raise."""
     return x.new_zeros(shape, dtype=torch.int32)
-
-
-def cdiv(x: int, y: int) -> int:
-    """Return x / y rounded up."""
-    return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:

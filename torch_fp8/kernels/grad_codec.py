@@ -107,7 +107,7 @@ def encode_gradient(
         accumulate: whether to add x to the stored gradient.
     """
     tensors = x, qdata, scale, multiplier
-    _launch(encode_gradient_kernel, x, qdata, tensors, *keys, ACCUMULATE=accumulate)
+    _launch_groups(encode_gradient_kernel, x, qdata, tensors, *keys, ACCUMULATE=accumulate)
 
 
 def dequantize_gradient(
@@ -116,11 +116,11 @@ def dequantize_gradient(
     """Decode codes and scales, times `multiplier`, to (R, K) bfloat16 or float32."""
     out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
     if out.numel():
-        _launch(decode_gradient_kernel, out, qdata, (qdata, scale, multiplier, out))
+        _launch_groups(decode_gradient_kernel, out, qdata, (qdata, scale, multiplier, out))
     return out
 
 
-def _launch(
+def _launch_groups(
     kernel: Any, x: Tensor, qdata: Tensor, tensors: tuple[Tensor, ...], *keys: int, **flags: bool
 ) -> None:
     """Launch a kernel on the groups of values x and their codes."""

@@ -133,7 +133,6 @@ def partial_amaxes(x: Tensor) -> Tensor:
 
     P is a multiple of 16, so one binary of the reader serves all R; some programs may have no tile.
     """
-    rows, cols = x.shape
     (num_tiles,), most = AMAX_TILE.grid(x), AMAX_PROGRAMS
     programs = min(cdiv(num_tiles, 16) * 16, most) if is_known(num_tiles) else most
     partial = x.new_empty(programs, dtype=torch.int32)
@@ -141,8 +140,7 @@ def partial_amaxes(x: Tensor) -> Tensor:
         x,
         partial,
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         num_tiles,
         **AMAX_TILE.options,
     )
@@ -183,8 +181,7 @@ def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
         x,
         partial,
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         rows_per_slab,
         sums.allocate(x, slabs) if sums is not None and by_slab else partial,
         SUMS=by_slab,
@@ -205,7 +202,7 @@ def _cast_tiles(
     whole: Tile | None = None,
 ) -> None:
     """Cast in tiles, or in the single tile `whole`; fill `scale` unless `source` is "given"."""
-    (rows, cols), (by_row, _, by_col, _) = x.shape, layouts
+    by_row, _, by_col, _ = layouts
     slot = amax_slot(options)
     unused = scale if slot is None else slot  # in a graph the scale may be a view, a call for each
     if options.rowwise or options.columnwise or slot is not None:
@@ -219,8 +216,7 @@ def _cast_tiles(
             scale,
             *pointers((partial, slot, by_row, by_col), unused),
             *x.stride(),
-            rows,
-            cols,
+            *x.shape,
             num_partials,
             _partial_sums(x, sums, tile.rows, unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
@@ -228,7 +224,7 @@ def _cast_tiles(
             AMAX=slot is not None,
             **cast_flags(options),
             PAD=pad,
-            PARTIALS=_most_partials(options, source, cols),
+            PARTIALS=_most_partials(options, source, x.shape[1]),
             **tile.options,
         )
 
@@ -250,8 +246,7 @@ def _rows(x: Tensor, options: CastOptions, layouts: Layouts) -> None:
             qdata.view(torch.uint8),
             scale,
             *x.stride(),
-            rows,
-            cols,
+            *x.shape,
             E5M2=format_of(options.dtype).has_inf,
             POWER_OF_TWO=options.power_of_two,
             IN_REGISTERS=tile.cols >= cols,
@@ -268,8 +263,8 @@ def _blocks(
     x: Tensor, options: CastOptions, layouts: Layouts, sums: TileSums | None, pads: bool
 ) -> None:
     granularity, row, col = options.granularity, options.rowwise, options.columnwise
-    (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
-    odd = is_odd(x) or (col and pad == 1 and rows % 16 != 0)
+    pad = pad_of(x.shape[0], granularity, pads)
+    odd = is_odd(x) or (col and pad == 1 and x.shape[0] % 16 != 0)
     if row and col and odd:
         by_row, by_col = (*layouts[:2], None, None), (None, None, *layouts[2:])
         _blocks(x, options._replace(columnwise=False), by_row, sums, pads)
@@ -286,8 +281,7 @@ def _blocks(
             x,
             *pointers(layouts, unused),
             *x.stride(),
-            rows,
-            cols,
+            *x.shape,
             _partial_sums(x, sums, BLOCK, unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE="square" if squares else "groups",

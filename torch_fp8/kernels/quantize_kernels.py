@@ -292,13 +292,12 @@ class TileSums:
         """Return the sums over the rows of x, added in float32 and rounded once to `dtype`."""
         if self.partial is None:  # the cast did not run in tiles
             return x.sum(0, dtype=torch.float32).to(dtype)
-        tiles, size = self.partial.shape
+        size = self.partial.shape[1]
         total = x.new_empty(size, dtype=dtype)
         reduce_sums_kernel[(cdiv(size, BLOCK_COLS),)](
             self.partial,
             total,
-            tiles,
-            size,
+            *self.partial.shape,
             BLOCK_R=BLOCK_ROWS,
             BLOCK_C=BLOCK_COLS,
             num_warps=4,

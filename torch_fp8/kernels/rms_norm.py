@@ -67,7 +67,7 @@ def rms_norm_statistics(
     Args:
         slot: () int32 bits of an amax to raise and return, or None for a new one from 0.
     """
-    x, weight, eps, offset, out_dtype = inputs
+    x, weight, eps, _, out_dtype = inputs
     rows, cols = x.shape
     rstd = x.new_empty(rows, dtype=torch.float32)
     largest = amax_bits(x) if slot is None else slot
@@ -81,13 +81,7 @@ def rms_norm_statistics(
         rstd,
         largest,
         *pointers(saved, x),
-        *x.stride(),
-        weight.stride(0),
-        rows,
-        cols,
-        1.0 / cols,
-        eps,
-        offset,
+        *_numbers(inputs),
         OUT=TYPES[out_dtype],
         SAVE=save,
         IN_REGISTERS=tile.cols >= cols,
@@ -95,6 +89,12 @@ def rms_norm_statistics(
         enable_fp_fusion=False,
     )
     return rstd, largest.view(torch.float32), *saved
+
+
+def _numbers(inputs: NormInputs) -> tuple[float, ...]:
+    """Return the strides, sizes and constants of a kernel that computes statistics."""
+    x, weight, eps, offset, _ = inputs
+    return (*x.stride(), weight.stride(0), *x.shape, 1.0 / x.shape[1], eps, offset)
 
 
 def rms_norm(norm: NormWithRstd) -> Tensor:
@@ -116,7 +116,6 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
 def _tiles(norm: NormWithRstd, options: CastOptions | None, layouts: Layouts) -> None:
     """Fill the layouts; without `options`, write the plain result into the first of them."""
     x, weight, rstd, offset, out_dtype = norm
-    rows, cols = x.shape
     slot = amax_slot(options)
     tile = Tile(BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
     if slot is not None:  # one more value per element: too many registers for a whole tile
@@ -132,8 +131,7 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, layouts: Layouts) ->
             *x.stride(),
             weight.stride(0),
             rstd.stride(0),
-            rows,
-            cols,
+            *x.shape,
             offset,
             OUT=TYPES[out_dtype],
             AMAX=slot is not None,
@@ -176,28 +174,21 @@ def _bands(
     inputs: NormInputs, options: CastOptions, save: bool, whole: Tile | None
 ) -> tuple[Tensor | None, ...]:
     """Compute and cast bands of whole rows, or all rows in the single tile `whole`."""
-    x, weight, eps, offset, out_dtype = inputs
-    rows, cols = x.shape
+    x, weight, _, _, out_dtype = inputs
     layouts, saved = options.new_layouts(x), saved_outputs(x, save)
-    rstd, slot = x.new_empty(rows, dtype=torch.float32), amax_slot(options)
+    rstd, slot = x.new_empty(x.shape[0], dtype=torch.float32), amax_slot(options)
     band = BAND_ROWS[options.granularity]
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
     tile = whole or Tile(band, BLOCK if band == BLOCK else BAND_COLS, warps)
-    norm_cast_once_kernel[(cdiv(rows, tile.rows),)](
+    norm_cast_once_kernel[(cdiv(x.shape[0], tile.rows),)](
         x,
         weight,
         rstd,
         *pointers((slot, *saved), weight),
         scale_source(options, weight),
         *pointers(layouts, weight),
-        *x.stride(),
-        weight.stride(0),
-        rows,
-        cols,
-        1.0 / cols,
-        eps,
-        offset,
+        *_numbers(inputs),
         OUT=TYPES[out_dtype],
         **fused_flags(options, layouts, whole is not None),
         SAVE=save,
@@ -241,8 +232,7 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
         *(x_scale.stride() if x_scale is not None else (0, 0)),
         weight.stride(0),
         rstd.stride(0),
-        rows,
-        cols,
+        *grad.shape,
         rows_per_slab,
         1.0 / cols,
         offset,

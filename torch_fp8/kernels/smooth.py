@@ -138,7 +138,6 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
     """See `torch_fp8.ops.smooth.quantize_columns`."""
     if not is_fused(options, x):
         return quantize_2d((x.float() * factors).contiguous(), options)
-    rows, cols = x.shape
     layouts = options.new_layouts(x)
     tile = tile_of(options)
     quantize_columns_kernel[tile.grid(x)](
@@ -147,8 +146,7 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
         scale_source(options, x),
         *pointers((amax_slot(options), *layouts), x),
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         AMAX=options.raises_amax,
         **fused_flags(options, layouts),
         **tile.options,

@@ -169,7 +169,6 @@ def _launch(
         largest: int32 bits of the amax, (), or of the columns' amaxes, (C,); or None.
         whole: tile that holds the whole result, or None.
     """
-    rows, cols = gate.shape
     saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
     tile = whole or tile_of(options)
     if gate.numel():
@@ -182,8 +181,7 @@ def _launch(
             *gate.stride(),
             *up.stride(),
             0 if smooth is None else smooth.stride(0),
-            rows,
-            cols,
+            *gate.shape,
             OUT=TYPES[gate.dtype],
             SMOOTH=smooth is not None,
             SAVE=save,

@@ -244,7 +244,6 @@ def _launch(
         joined: first columns of dgate and dup, if both are parts of one matrix; else None.
     """
     grad, gate, gate_scale, up, up_scale, out_dtype = inputs
-    rows, cols = grad.shape
     if not grad.numel():
         return
     strides = [*grad.stride()]
@@ -259,8 +258,7 @@ def _launch(
         *(scale_source(cast, grad) for cast in casts),
         *pointers((*slots, *layouts), grad),
         *strides,
-        rows,
-        cols,
+        *grad.shape,
         *(joined or (0, 0)),
         OUT=TYPES[out_dtype],
         GATE_SAVED=gate_scale is not None,

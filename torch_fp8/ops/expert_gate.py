@@ -162,16 +162,12 @@ def expert_gate_backward(inputs: GateBackwardInputs, form: GateForm) -> tuple[Te
     g, act = grad.float(), activation(gate, up, form)
     dscore = (g * act).sum(1)  # (R, I) -> (R,)
     a = _quantized((act * score[:, None]).to(grad.dtype))
-    return *a, *_quantized(_gradient(grad, score, gate, up, form)), dscore
+    return *a, *_quantized(gate_gradient(inputs, form)), dscore
 
 
 def gate_gradient(inputs: GateBackwardInputs, form: GateForm) -> Tensor:
     """Return the gradient that `expert_gate_backward` casts, (R, 2I); same arguments."""
     grad, score, gate, gate_scale, up, up_scale = inputs
     gate, up = saved_values(gate, gate_scale), saved_values(up, up_scale)
-    return _gradient(grad, score, gate, up, form)
-
-
-def _gradient(grad: Tensor, score: Tensor, gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
     dgate, dup = activation_backward(grad.float() * score[:, None], gate, up, form)
     return join_gate(dgate.to(grad.dtype), dup.to(grad.dtype), form)

@@ -34,6 +34,8 @@ from torch_fp8.quantization.formats import MIN_CAPABILITY
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")
 _SCHEMA_TYPES = {Tensor: "Tensor", torch.dtype: "ScalarType"}
 
+_module = functools.cache(import_module)
+
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
@@ -103,11 +105,6 @@ def operator(
         return cast("Operator[P, R]", call)
 
     return define_operator
-
-
-@functools.cache
-def _module(name: str) -> Any:
-    return import_module(name)
 
 
 def define(
