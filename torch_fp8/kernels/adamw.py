@@ -144,8 +144,6 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
 
     The order of the sums is fixed, so results repeat bit for bit.
     """
-    if not entries:
-        return torch.zeros(0, device="cpu", dtype=torch.float32)
     bare = {"amax": None, "payload": None, "memo": None}
     entries = [(matrix._replace(**bare), scalars) for matrix, scalars in entries]
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)

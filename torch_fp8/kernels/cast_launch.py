@@ -159,14 +159,10 @@ def fused_flags(
         plain = {"SCALE": "plain", "GROUP": BLOCK, "E5M2": False, "POWER_OF_TWO": False}
         return {**plain, "ROW": layouts[0] is not None, "COL": False}
     assert whole == options.needs_amax
-    if whole:
-        source = "whole"
-    elif options.granularity == "tensorwise":
-        source = "amax" if options.scale is None else "given"
-    else:
-        source = "square" if options.granularity == "block_128x128" else "groups"
+    of_tensor = "whole" if whole else "amax" if options.scale is None else "given"
+    sources = {"tensorwise": of_tensor, "block_128x128": "square"}
     return {
-        "SCALE": source,
+        "SCALE": sources.get(options.granularity, "groups"),
         "GROUP": GROUPS.get(options.granularity, BLOCK),
         **cast_flags(options),
     }
@@ -176,8 +172,7 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor
     """Allocate codes and scales to save x for backward, or return (None, None)."""
     if not wanted:
         return None, None
-    rows, cols = x.shape
-    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), new_group_scales(x, rows, cols)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), new_group_scales(x, *x.shape)
 
 
 def registers(warps: int) -> int:

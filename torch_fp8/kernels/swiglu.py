@@ -200,10 +200,9 @@ def is_fused(options: CastOptions, *inputs: Tensor) -> bool:
     (division takes five steps), the column layout alone, and float32 inputs. No recipe needs the
     first two.
     """
-    whole = options.granularity in WHOLE_TILES and options.columnwise
-    square = options.granularity == "block_128x128"
-    common = square or (options.rowwise and options.power_of_two)
+    common = options.granularity == "block_128x128" or (options.rowwise and options.power_of_two)
     common = common and inputs[0].dtype != torch.float32
+    whole = options.granularity in WHOLE_TILES and options.columnwise
     return fits_tiles(options, *inputs) and (common or not whole)
 
 

@@ -173,18 +173,15 @@ def missing_tools() -> list[str]:
         missing.append(f"CC={compiler!r} names no program")
     elif compiler is None and not (shutil.which("gcc") or shutil.which("clang")):
         missing.append("there is no C compiler (gcc, clang, or what CC names)")
-    folders = [_include_folder()]
+    scheme = sysconfig.get_default_scheme()
+    # Debian's Python defaults to the scheme of local packages; Triton does not use it.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    folders = [sysconfig.get_paths(scheme)["include"]]
     for variable in ("CPATH", "C_INCLUDE_PATH"):
         folders += os.environ.get(variable, "").split(os.pathsep)
     if not any(folder and Path(folder, "Python.h").is_file() for folder in folders):
         missing.append(f"there is no Python.h in {folders[0]}")
     return missing
-
-
-def _include_folder() -> str:
-    scheme = sysconfig.get_default_scheme()
-    # Debian's Python defaults to the scheme of local packages; Triton does not use it.
-    return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
 
 
 def _reason(error: Exception) -> str:

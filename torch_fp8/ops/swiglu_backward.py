@@ -23,12 +23,9 @@ from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _backward_fake(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
-    dgate, dup = (inputs.grad.new_empty(inputs.grad.shape, dtype=inputs.out_dtype) for _ in "12")
-    return dgate, dup
-
-
-@operator(_backward_fake)
+@operator(
+    lambda inputs: tuple(x.new_empty(x.shape, dtype=inputs.out_dtype) for x in [inputs.grad] * 2)
+)
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dgate = grad * up * (sig + gate * sig * (1 - sig))``, ``dup = grad * gate * sig``.
 
