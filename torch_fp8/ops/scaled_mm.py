@@ -129,10 +129,16 @@ def _multiply(
         zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias
     if emulate or a.qdata.is_cpu:
-        # Without the zeros beyond the columns.
-        a, b = (x._replace(qdata=x.qdata[:, :contracted].contiguous()) for x in (a, b))
+        a, b = _narrowed(a, contracted), _narrowed(b, contracted)
         return _emulated(a, b, out_dtype, fast_accum, bias)
     return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
+
+
+def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
+    """Drop the zeros beyond `cols` columns."""
+    if x.qdata.shape[1] == cols:
+        return x
+    return x._replace(qdata=x.qdata[:, :cols].contiguous())
 
 
 def _scaled_mm_impl(*args: Any) -> Tensor:
