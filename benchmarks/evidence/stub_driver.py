@@ -81,8 +81,9 @@ def stub_driver() -> Iterator[Counts]:
         qdata = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         scale = torch.empty((rows, groups), dtype=torch.uint8, device=x.device)
         multiplier = torch.empty((), dtype=torch.float32, device=x.device)
-        gradients.encode_gradient(x, qdata, scale, multiplier, keys, False)
-        return GradientParts(qdata, scale, multiplier)
+        parts = GradientParts(qdata, scale, multiplier)
+        gradients.encode_gradient(x, parts, keys, False)
+        return parts
 
     def emulated(a, b, *rest):
         return gemm.multiply_laid_out(a, gemm.lay_out(b, a.qdata.shape[1]), *rest)

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.kernels.block_scaled import GRADIENT, at_origin, decode, encode, places, scale_of
 from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.kernels.fast_math import random_words
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import LINE
-from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 
@@ -89,47 +89,38 @@ WARPS = 4
 
 
 def encode_gradient(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    multiplier: Tensor,
-    keys: tuple[int, int],
-    accumulate: bool,
+    x: Tensor, parts: GradientParts, keys: tuple[int, int], accumulate: bool
 ) -> None:
     """Encode a gradient with stochastic rounding, or its sum with the stored one.
 
     Args:
         x: (R, K) bfloat16 or float32, not empty.
-        qdata, scale: codes and scales of an (R, K) gradient, overwritten; the result's multiplier
-            is 1.
-        multiplier: () float32, set to 1; the stored gradient's, which is only read, to accumulate.
+        parts: an (R, K) gradient, whose codes and scales are overwritten; the result's multiplier
+            is 1. That of the stored gradient is only read to accumulate, else it is set to 1.
         keys: keys of the random words; an element's word depends on its index in x.
         accumulate: whether to add x to the stored gradient.
     """
-    tensors = x, qdata, scale, multiplier
-    _launch_groups(encode_gradient_kernel, x, qdata, tensors, *keys, ACCUMULATE=accumulate)
+    _launch_groups(encode_gradient_kernel, x, parts, (x, *parts), *keys, ACCUMULATE=accumulate)
 
 
-def dequantize_gradient(
-    qdata: Tensor, scale: Tensor, multiplier: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Decode codes and scales, times `multiplier`, to (R, K) bfloat16 or float32."""
-    out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
+def dequantize_gradient(parts: GradientParts, dtype: torch.dtype) -> Tensor:
+    """Decode a gradient to (R, K) bfloat16 or float32."""
+    out = torch.empty(parts.qdata.shape, dtype=dtype, device=parts.qdata.device)
     if out.numel():
-        _launch_groups(decode_gradient_kernel, out, qdata, (qdata, scale, multiplier, out))
+        _launch_groups(decode_gradient_kernel, out, parts, (*parts, out))
     return out
 
 
 def _launch_groups(
-    kernel: Any, x: Tensor, qdata: Tensor, tensors: tuple[Tensor, ...], *keys: int, **flags: bool
+    kernel: Any, x: Tensor, parts: GradientParts, tensors: tuple[Any, ...], *keys: int, **flags: Any
 ) -> None:
     """Launch a kernel on the groups of values x and their codes."""
+    qdata, cols, layout, groups = parts.qdata, x.shape[1], "any", ODD_GROUPS
     assert x.is_contiguous()
     assert qdata.is_contiguous()
-    (rows, cols), layout, groups = x.shape, "any", ODD_GROUPS
     if cols % 16 == x.data_ptr() % 16 == qdata.data_ptr() % 16 == 0:
         layout, groups = "flat" if cols % GROUP_SIZE == 0 else "rows", GROUPS
-    count = rows * num_groups(cols)
+    count = parts.scale.numel()
     with torch.cuda.device_of(x):
         kernel[(cdiv(count, groups),)](
             *tensors,

@@ -122,7 +122,7 @@ def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
         from torch_fp8.kernels.grad_codec import dequantize_gradient
 
         decoded_dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-        return dequantize_gradient(*source, decoded_dtype).to(dtype)
+        return dequantize_gradient(source, decoded_dtype).to(dtype)
     dense = torch.empty(source.qdata.shape, dtype=dtype, device=source.qdata.device)
     if dense.device.type != "meta":
         for part in row_parts(*dense.shape):
@@ -169,7 +169,7 @@ def _encode(x: Tensor, target: GradientParts, keys: Keys, accumulate: bool) -> N
     if x.is_cuda and x.numel():
         from torch_fp8.kernels.grad_codec import encode_gradient
 
-        encode_gradient(x, *target, keys, accumulate)
+        encode_gradient(x, target, keys, accumulate)
     elif x.device.type != "meta":
         for part in row_parts(*x.shape):
             value = x[part].float()

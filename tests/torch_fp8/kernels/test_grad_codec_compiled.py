@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from tests.internals import GradientParts, num_groups
 from tests.internals import kernels_grad_codec as grad_codec
-from tests.internals import num_groups
 
 COLS = {"flat": 64, "rows": 48, "any": 33}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -17,9 +17,10 @@ def launches_of(record_launches):
         with record_launches(grad_codec) as launches:
             qdata = torch.empty(x.shape, dtype=torch.uint8)
             scale = torch.empty(200, num_groups(COLS[layout]), dtype=torch.uint8)
-            grad_codec.encode_gradient(x, qdata, scale, torch.empty(()), (16, 1), False)
-            grad_codec.encode_gradient(x, qdata, scale, torch.ones(()), (7, 8), True)
-            grad_codec.dequantize_gradient(qdata, scale, torch.ones(()), DTYPES[dtype])
+            parts = GradientParts(qdata, scale, torch.ones(()))
+            grad_codec.encode_gradient(x, parts, (16, 1), False)
+            grad_codec.encode_gradient(x, parts, (7, 8), True)
+            grad_codec.dequantize_gradient(parts, DTYPES[dtype])
         return launches
 
     return launch
