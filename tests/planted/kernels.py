@@ -6,6 +6,10 @@ _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
 _EDGES = "tests/emulator/test_kernels.py::test_in_lockstep[edges]"
 _SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
 _GRAPHS = "tests/emulator/test_graphs.py"
+_ALIGNED = (
+    "tests/torch_fp8/kernels/test_adamw_compiled.py"
+    "::test_one_tensor_that_is_not_aligned_makes_elements_move_one_by_one"
+)
 FAULTS = {
     ("torch_fp8/kernels/quick_launch.py", _GRAPHS): (
         "a graph takes a kernel's launches with other choices for one kind",
@@ -71,6 +75,21 @@ FAULTS = {
         "weights side by side are cast with the scale of the first two",
         "scale = tl.maximum(scale, tl.load(scale_c_ptr))",
         "scale = tl.maximum(scale, scale)",
+    ),
+    ("torch_fp8/kernels/cast_launch.py", _EDGES): (
+        "only the first column of tiles is launched",
+        "return (cdiv(x.shape[0], self.rows) * cdiv(x.shape[1], self.cols),)",
+        "return (cdiv(x.shape[0], self.rows),)",
+    ),
+    ("torch_fp8/kernels/quantize.py", f"{_EMULATED}[sums]"): (
+        "the sums of a transposed matrix are over its columns",
+        "sums = TileSums(int(_is_turned(x)))",
+        "sums = TileSums()",
+    ),
+    ("torch_fp8/kernels/adamw.py", _ALIGNED): (
+        "a gradient that is not aligned moves 16 bytes at a time",
+        "(self._addresses | grad.data_ptr()) % 16 == 0",
+        "self._addresses % 16 == 0",
     ),
     ("torch_fp8/kernels/swiglu_backward.py", _EDGES): (
         "the gradients of gate and up change places in one matrix",

@@ -21,6 +21,9 @@ FAULTS = {
         "all groups of a message round with the bits of its first one",
         "index = element_index(x.shape[0], x.shape[1], 0, 0, GROUP_SIZE, x.device)",
         "index = element_index(x.shape[0], x.shape[1], 0, 0, 0, x.device)",
+        "a sum of messages leaves one out",
+        "    for row in others:\n        first",
+        "    for row in others[1:]:\n        first",
     ),
     (
         "torch_fp8/ops/grad_codec.py",
