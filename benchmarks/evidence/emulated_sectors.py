@@ -39,8 +39,8 @@ from torch_fp8.kernels.arguments import (
     NormWithRstd,
 )
 from torch_fp8.kernels.loss_arguments import LogitForm
-from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
+from torch_fp8.ops.quantize import save_input
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_sectors.csv")
 PAGE = kernel_resources.ROOT / "docs" / "results.md"

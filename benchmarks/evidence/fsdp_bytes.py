@@ -11,7 +11,6 @@ BF16 collectives. The scales' collective counts as gathering.
 
 import argparse
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, MOE_BLOCKS
 from tests import comm_counter
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.ops import messages
 from torch_fp8_tools.plan.models import fake_ranks
 
 COLUMNS = (
@@ -108,11 +106,7 @@ def count(communication, ranks, name):
     with torch.device("meta"):
         model = MODELS[name]().bfloat16()
     convert_to_float8(model, config, device="cpu")
-    with (
-        mock.patch.object(messages, "_PART_GROUPS", 1 << 40),  # nothing has a size to be spared
-        fake_ranks(ranks) as mesh,
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
+    with fake_ranks(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         blocks = list(model.layers if is_whole else model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
