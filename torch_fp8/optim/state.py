@@ -28,7 +28,7 @@ checkpoint.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -261,13 +261,12 @@ def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """Explain why an entry's codes and scales do not fit a parameter, or None if they fit."""
+def misfits(name: str, entry: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
+    """Explain why an entry's codes and scales do not fit a parameter, the first reason first."""
     for part, of in _PARTS.items():
         value = entry.get(f"{name}_{part}")
         if not isinstance(value, Tensor) or value.dtype != torch.uint8:
-            return f"[{f'{name}_{part}'!r}] is not a uint8 tensor: {value!r:.80}"
+            yield f"[{f'{name}_{part}'!r}] is not a uint8 tensor: {value!r:.80}"
         fits = [of(parameter.shape), of(local(parameter).shape)]
         if tuple(value.shape) not in fits:
-            return f"[{f'{name}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"
-    return None
+            yield f"[{f'{name}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"
