@@ -44,9 +44,9 @@ from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.readable import REFERRED, swappable
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight
-from torch_fp8.tensor.swap import REFERRED, swappable
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"

@@ -21,8 +21,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.one_rank import answer_of_one, can_ask
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.payload_cast import PayloadCast
+from torch_fp8.tensor.halves import Halves, PayloadCast
 from torch_fp8.tensor.split_weight import SplitWeight
 
 SHARE = 8

@@ -47,8 +47,8 @@ from torch_fp8.tensor.encoded import refused_addresses
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.halves import Halves
+from torch_fp8.tensor.readable import REFERRED, swappable
 from torch_fp8.tensor.split_weight import SplitWeight, halves_of, join_parameter, split_parameter
-from torch_fp8.tensor.swap import REFERRED, swappable
 from torch_fp8.tensor.wide_grad import WideGrad
 
 STEPS = "fp8_steps"
@@ -201,7 +201,7 @@ def split_parameters(parameters: Iterable[Tensor]) -> None:
     If that fails for one of them, for example for lack of memory, those before it are joined again.
 
     Args:
-        parameters: leaves that are not sharded and that torch can swap (`torch_fp8.tensor.swap`).
+        parameters: leaves that are not sharded and that torch can swap (`swappable`).
     """
     split: list[Tensor] = []
     try:

@@ -15,25 +15,28 @@ A subclass defines how to decode and encode, and may implement some operators it
 
 import contextlib
 import functools
-import math
+import itertools
 import operator
 from collections.abc import Iterator
 from contextvars import ContextVar
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_fp8.autograd.function import outside_inference_mode
-from torch_fp8.tensor.base import send_shared, wrapper
+from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.readable import (
     Readable,
     collective,
     on_dense,
+    plain,
+    reduce_shared,
+    refuse_swap,
     refuse_to_leave,
     refuse_write_in_graph,
 )
-from torch_fp8.tensor.swap import refuse_swap
 
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
@@ -81,7 +84,7 @@ class Encoded(Readable):
     foreach_methods: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        send_shared(cls)
+        ForkingPickler.register(cls, reduce_shared)
 
     def alias(self) -> "Encoded":
         """Return another object with the same parts."""
@@ -142,10 +145,12 @@ class EncodedView(Readable):
 
     Attributes:
         base: encoded tensor, or another view of it.
+        root: encoded tensor.
         replay: function that makes the same view of a plain tensor.
     """
 
     base: "Encoded | EncodedView"
+    root: Encoded
     replay: Any
     __torch_dispatch__ = Encoded.__torch_dispatch__
 
@@ -154,6 +159,7 @@ class EncodedView(Readable):
         layout = {"strides": like.stride(), "storage_offset": like.storage_offset()}
         self: EncodedView = wrapper(cls, like.shape, like.dtype, base.device, **layout)
         self.base, self.replay = base, replay
+        self.root = base.root if isinstance(base, EncodedView) else base
         return self
 
     def dequantize(self) -> Tensor:
@@ -177,19 +183,13 @@ class EncodedView(Readable):
 
         Code that writes files compares addresses to find tensors that overlap.
         """
-        start = self._root().data_ptr()
+        start = self.root.data_ptr()
         return start and start + self.storage_offset() * self.element_size()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the base's decoded copy, if it has one."""
-        root = self._root()
+        root = self.root
         return root.untyped_storage() if root.data_ptr() else super().untyped_storage()
-
-    def _root(self) -> "Encoded":
-        base: Encoded | EncodedView = self
-        while isinstance(base, EncodedView):
-            base = base.base
-        return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.dequantize().clone()
@@ -198,14 +198,14 @@ class EncodedView(Readable):
         return self.dequantize().clone().__reduce_ex__(protocol)
 
     def stored_part(self) -> Tensor:
-        return self.base.stored_part()
+        return self.root.stored_part()
 
     def share_memory_(self) -> Tensor:
-        self.base.share_memory_()
+        self.root.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return self.base.is_shared()
+        return self.root.is_shared()
 
     def __repr__(self, **options: Any) -> str:
         return f"{self.dequantize()!r} of {self.base!r}"
@@ -224,11 +224,6 @@ class _TracedView(EncodedView):
     ) -> EncodedView:
         base = inner["base"]
         return _TracedView(base, replay, replay(_template(base)))
-
-
-def plain(x: Tensor) -> Tensor:
-    """Decode an `Encoded` tensor or a view of one; return any other tensor unchanged."""
-    return x.dequantize() if isinstance(x, Readable) else x
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,11 +247,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view_as_is(x: Encoded, size: Any) -> Any:
     # FSDP2 accumulates into a DTensor's local tensor, of which DTensor.from_local made a view.
-    shape = tuple(size)
-    if -1 in shape:
-        known = -math.prod(shape)
-        shape = tuple(x.numel() // max(known, 1) if s == -1 else s for s in shape)
-    return x.alias() if shape == tuple(x.shape) else NotImplemented
+    is_same = len(size) == x.ndim and all(s in (-1, n) for s, n in zip(size, x.shape, strict=True))
+    return x.alias() if is_same else NotImplemented
 
 
 def _set(x: Encoded, source: Any) -> Any:
@@ -277,24 +269,19 @@ _ALIASES = {
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the operator once for each encoded tensor, and once for all plain tensors."""
-    count = len(next(a for a in args if isinstance(a, (list, tuple))))
 
     def at(where: list[int]) -> list[Any]:
         # An optional list of a fused step is empty.
         return [[a[i] for i in where if a] if isinstance(a, (list, tuple)) else a for a in args]
 
-    encoded: list[int] = []
-    plain: list[int] = []
-    for i in range(count):
-        lists = [a for a in at([i]) if isinstance(a, list)]
-        (encoded if any(isinstance(x, Readable) for a in lists for x in a) else plain).append(i)
-    results: list[Any] = [None] * count
-    groups = [(plain, func(*at(plain), **kwargs))] if plain else []
-    groups += [([i], _foreach_single(func, at([i]), kwargs)) for i in encoded]
-    for where, outputs in groups:
-        for i, result in zip(where, outputs or [None] * len(where), strict=True):
-            results[i] = result
-    return results if func._schema.returns else None
+    entries = list(zip(*(a for a in args if isinstance(a, (list, tuple)) and a), strict=True))
+    encoded = [any(isinstance(x, Readable) for x in entry) for entry in entries]
+    others = [i for i, is_encoded in enumerate(encoded) if not is_encoded]
+    outputs = func(*at(others), **kwargs) if others else None
+    results = dict(zip(others, outputs or (), strict=False))
+    for i in itertools.compress(range(len(entries)), encoded):
+        results[i] = (_foreach_single(func, at([i]), kwargs) or [None])[0]
+    return [results[i] for i in range(len(entries))] if func._schema.returns else None
 
 
 def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.swap import refuse_swap, swappable
+from torch_fp8.tensor.readable import refuse_swap, swappable
 from torch_fp8.tensor.wide_grad import adapt_hooks
 
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
@@ -29,7 +29,7 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     built before still delivers its gradient.
 
     Raises:
-        RuntimeError: torch cannot swap it (`torch_fp8.tensor.swap`); nothing is changed.
+        RuntimeError: torch cannot swap it (`torch_fp8.tensor.readable`); nothing is changed.
     """
     refuse_swap(parameter)
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks

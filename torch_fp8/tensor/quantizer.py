@@ -27,8 +27,8 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import ScaleSource, group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
+from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.split_weight import SplitWeight
 
 

@@ -29,7 +29,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.swap import swappable
+from torch_fp8.tensor.readable import swappable
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook, adapt_hooks
 
 _aten: Any = torch.ops.aten
