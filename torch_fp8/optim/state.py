@@ -160,7 +160,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
     state = {**new_state(parameter), "step": step}
     for name in MOMENT_FORMATS:
         if name in entry:
-            local(state[name]).encode(local(entry[name]).detach())
+            local(state[name]).store(local(entry[name]).detach())
         else:
             restore(name, entry, local(state[name]))
     return state

@@ -27,6 +27,7 @@ from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys, stream_state
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -309,11 +310,9 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
         An aligned, contiguous (R, K) bfloat16 or float32 tensor, or the parts of an 8-bit gradient.
     """
     if type(grad) is not Tensor:
+        if isinstance(grad, Float8Grad):
+            return grad.codes
         grad = grad.stored if isinstance(grad, WideGrad) else grad
-        parts = getattr(grad, "parts", None)
-        if parts is not None:
-            result: GradientParts = parts()
-            return result
     if grad.dtype not in (torch.bfloat16, torch.float32):
         grad = grad.float()
     grad = grad.contiguous()

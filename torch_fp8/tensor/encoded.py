@@ -41,6 +41,8 @@ from torch_fp8.tensor.readable import (
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
 _FUSED = "aten::_fused_"
+LIST_HANDLERS: dict[Any, Any] = {}
+"""Functions for operators whose first argument is a list of tensors, some of them encoded."""
 _refused: ContextVar[str | None] = ContextVar("refused", default=None)
 
 
@@ -229,6 +231,8 @@ class _TracedView(EncodedView):
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         refuse_write_in_graph(func, args)
+    if func in LIST_HANDLERS:
+        return LIST_HANDLERS[func](*args)
     first = args[0] if args else None
     if isinstance(first, Encoded):
         handler: Any = _ALIASES.get(func) or first.handlers.get(func)
