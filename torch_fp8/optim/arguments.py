@@ -135,17 +135,6 @@ def check_sharding(parameter: Tensor, name: str) -> None:
             )
 
 
-_OF_OPTIMI = (
-    "decouple_lr",
-    "max_lr",
-    "kahan_sum",
-    "foreach",
-    "triton",
-    "gradient_release",
-    "setup",
-)
-
-
 class StableAdamW(torch.optim.AdamW):
     """An AdamW that clips its updates after `convert_optimizer`, but not before."""
 
@@ -170,9 +159,10 @@ def adopt_stable_adamw(optimizer: Optimizer, config: FP8Config) -> FP8Config:
 
 def _become_adamw(optimizer: Optimizer) -> None:
     of_adamw = torch.optim.AdamW([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults
+    of_optimi = optimizer.defaults.keys() - {"lr", "weight_decay", "eps"}
     for group in [*optimizer.param_groups, optimizer.defaults]:
-        group["betas"] = (group.pop("beta1"), group.pop("beta2"))
-        for name in _OF_OPTIMI:
+        group["betas"] = group["beta1"], group["beta2"]
+        for name in of_optimi:
             group.pop(name, None)
         group.update({name: value for name, value in of_adamw.items() if name not in group})
     handle = optimizer.register_load_state_dict_post_hook(lambda _: None)

@@ -45,7 +45,6 @@ from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.readable import REFERRED, swappable
-from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight
 
 _BASES = (AdamW, Adam)
@@ -165,11 +164,10 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
     wrapped = _wrapped(model)
     num_split, to_split, stay = 0, list[Tensor](), list[str]()
     for _, _, parameter in optimizer.indexed_parameters():
-        if parameter.dtype != torch.float32 or not is_large(parameter):
+        is_float32 = parameter.dtype == torch.float32 and is_large(parameter)
+        if not is_float32 or not parameter.requires_grad:
             continue
-        if not parameter.requires_grad:
-            continue
-        if isinstance(local(parameter), (SplitShard, SplitWeight)):
+        if isinstance(local(parameter), SplitWeight):
             num_split += 1
             continue
         reason = reasons.get(parameter, unknown)

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch_fp8.quantization.split_float import EXACT_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
+
+_OURS = ("fp8_", "_fp8_")
+"""Beginnings of the names of attributes that copies of an optimizer have, too."""
 
 
 class ConvertedOptimizer(Optimizer):
@@ -40,13 +43,6 @@ class ConvertedOptimizer(Optimizer):
     fp8_hooks_restored: int = 0
     fp8_released: set[Tensor]
     _fp8_base: type[Optimizer]
-    _fp8_attributes: ClassVar[tuple[str, ...]] = (
-        "fp8_config",
-        "fp8_why_bf16_gradients",
-        "fp8_hooks_restored",
-        "fp8_released",
-        "_fp8_base",
-    )
 
     def set_config(self, config: FP8Config) -> None:
         """Set the configuration."""
@@ -79,7 +75,7 @@ class ConvertedOptimizer(Optimizer):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in self._fp8_attributes}
+        own = {name: value for name, value in vars(self).items() if name.startswith(_OURS)}
         indexed = self.indexed_parameters()
         # Copying turns split weights into plain float32 and drops the residuals of BF16 weights.
         split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]

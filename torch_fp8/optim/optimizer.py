@@ -163,16 +163,18 @@ class Float8Optimizer(ConvertedOptimizer):
     def _to_checkpoint(self, packed: dict[str, Any]) -> None:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
         encoded = self.fp8_config.checkpoint_states == "fp8"
+        saved = {
+            i: residual_to_checkpoint(p) for i, p in parameters.items() if self.keeps_residual(p)
+        }
+        residuals = {i: residual for i, residual in saved.items() if residual is not None}
         for i, state in packed["state"].items():
-            if i in parameters:  # a hook may have added other entries
-                ours = "step" in state
-                state = (
-                    to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
-                )
-                residual = self._saved_residual(parameters[i]) if ours else None
-                packed["state"][i] = state
-                if residual is not None:
-                    state["residual"] = residual
+            if i not in parameters:  # a hook has added it
+                continue
+            packed["state"][i] = dict(state)
+            if "step" in state:
+                entry = to_checkpoint(parameters[i], state, encoded=encoded)
+                own = {"residual": residuals.pop(i)} if i in residuals else {}
+                packed["state"][i] = entry | own
         # Not in state or param_groups: torch.distributed.checkpoint needs each of their keys in
         # the file that it loads.
         packed[OPTIONS_KEY] = {
@@ -181,12 +183,7 @@ class Float8Optimizer(ConvertedOptimizer):
             "seed": self.fp8_config.seed,
             **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
         }
-        unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
-        residuals = {i: self._saved_residual(p) for i, p in unstepped.items()}
-        packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
-
-    def _saved_residual(self, parameter: Tensor) -> Tensor | None:
-        return residual_to_checkpoint(parameter) if self.keeps_residual(parameter) else None
+        packed[RESIDUALS_KEY] = residuals  # of weights that were not stepped yet
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or of Adam.

@@ -81,9 +81,8 @@ def settled_residual(weight: Tensor) -> Tensor:
 
 def drop_residuals(optimizer: Optimizer) -> None:
     """Free the residuals of BF16 weights whose optimizer does not use them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            set_residual(parameter, None)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        set_residual(parameter, None)
 
 
 @torch.no_grad()
@@ -183,9 +182,8 @@ def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int)
 
 def shard_of(parameter: Tensor, saved: Tensor) -> Tensor:
     """Return this rank's part of a residual saved whole; a sharded one is returned as is."""
-    if not isinstance(parameter, DTensor) or isinstance(saved, DTensor) or not saved.numel():
+    is_whole = local(parameter).shape == parameter.shape
+    if is_whole or isinstance(saved, DTensor) or not saved.numel():
         return saved
     rows = parameter.shape[0]
-    if local(parameter).shape == parameter.shape:
-        return saved
     return part_of(parameter, saved.contiguous().view(torch.int8).view(rows, -1))

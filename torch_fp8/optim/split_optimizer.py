@@ -66,7 +66,6 @@ class SplitOptimizer(ConvertedOptimizer):
     """
 
     fp8_steps: int = 0
-    _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_steps")
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the user's optimizer's step, then round the weights that it has written."""
@@ -248,28 +247,16 @@ def adopt_steps(path: str | Path, optimizers: Iterable[Optimizer]) -> int:
     Returns:
         The number of optimizers with a count.
     """
-    counts = list(_counts(Path(path)).values())
+    path, counts = Path(path), dict[tuple[Path, str | None], int]()
+    for metadata in (*path.glob(".metadata"), *sorted(path.glob("*/.metadata"))):
+        reader = dcp.FileSystemReader(metadata.parent)
+        keys = sorted(reader.read_metadata().state_dict_metadata)
+        matches = [match for key in keys if (match := _KEY.search(key))]
+        saved = {m.string: torch.zeros(1, device="cpu", dtype=torch.int64) for m in matches}
+        if saved:
+            dcp.load(saved, storage_reader=reader)
+        counts |= {(metadata, m["optimizer"]): int(saved[m.string]) for m in matches}
     split = [optimizer for optimizer in optimizers if isinstance(optimizer, SplitOptimizer)]
-    for optimizer, count in zip(split, counts, strict=False):
+    for optimizer, count in zip(split, counts.values(), strict=False):
         optimizer.fp8_steps = count
     return min(len(counts), len(split))
-
-
-def _counts(path: Path) -> dict[tuple[str, str], int]:
-    """Return the count of each optimizer in a folder, in the order of their names."""
-    parts = [path, *sorted(path.glob("*"))] if path.is_dir() else []
-    counts: dict[tuple[str, str], int] = {}
-    for part in parts:
-        if not (part / ".metadata").is_file():
-            continue
-        reader = dcp.FileSystemReader(part)
-        keys = sorted(reader.read_metadata().state_dict_metadata)
-        zero = torch.zeros(1, device="cpu", dtype=torch.int64)
-        wanted = {key: zero.clone() for key in keys if _KEY.search(key)}
-        if wanted:
-            dcp.load(wanted, storage_reader=reader)
-        for key, count in wanted.items():
-            match = _KEY.search(key)
-            assert match is not None
-            counts[str(part), match["optimizer"] or ""] = int(count)
-    return counts

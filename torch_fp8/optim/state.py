@@ -122,7 +122,9 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
         value = state.get(name)
         if isinstance(local(value), QuantizedState):
             if encoded and shards_rows(parameter):
-                entry |= encoded_entry(name, local(value), parameter, _saved_on(parameter))
+                for (part, of), stored in zip(_PARTS.items(), local(value).codes, strict=True):
+                    data = stored.view(of(local(value).shape)).to(_saved_on(parameter), copy=True)
+                    entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
                 continue
             dense = local(value).dequantize(_saved_on(parameter))
             entry[name] = with_data(parameter, dense, tuple(parameter.shape))
@@ -136,7 +138,6 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
 
     The residual belongs to the weight, so the caller loads it.
     """
-    large = is_large(parameter)
     entry = {
         name: part_of(parameter, x) if isinstance(x, Tensor) else x for name, x in entry.items()
     }
@@ -146,23 +147,18 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
         if isinstance(step, Tensor)
         else torch.tensor(float(step), device="cpu", dtype=torch.float32)
     )
-    if not large or not shards_rows(parameter):
+    if not is_large(parameter) or not shards_rows(parameter):
         entry = decoded(entry)
-    if not large:
-        dtype = small_dtype(parameter)
-        return {
-            "step": step,
-            **{
-                name: entry[name].detach().to(device=parameter.device, dtype=dtype, copy=True)
-                for name in MOMENT_FORMATS
-            },
-        }
     state = {**new_state(parameter), "step": step}
     for name in MOMENT_FORMATS:
-        if name in entry:
-            local(state[name]).store(local(entry[name]).detach())
+        moment = local(state[name])
+        if name in entry and isinstance(moment, Float8Moment):
+            moment.store(local(entry[name]))  # a few rows at a time
+        elif name in entry:
+            moment.copy_(local(entry[name]))
         else:
-            restore(name, entry, local(state[name]))
+            for part, target in zip(_PARTS, moment.codes, strict=True):
+                target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
     return state
 
 
@@ -216,33 +212,9 @@ def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
     return element // row_length, element % row_length, row_length
 
 
-def encoded_entry(
-    name: str, moment: Float8Moment, parameter: Tensor, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the codes and scales of a moment, this rank's part, under their checkpoint names.
-
-    Args:
-        name: the name of the moment.
-        moment: this rank's part.
-        parameter: the moment's parameter, sharded by rows or not sharded.
-        device: the device of the returned tensors.
-    """
-    entry = {}
-    for (part, of), stored in zip(_PARTS.items(), moment.codes, strict=True):
-        data = stored.view(of(moment.shape)).to(device, copy=True)
-        entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
-    return entry
-
-
 def is_encoded(name: str, entry: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint entry has the codes of a moment."""
     return f"{name}_codes" in entry
-
-
-def restore(name: str, entry: Mapping[str, Any], moment: Float8Moment) -> None:
-    """Copy the codes and scales of a checkpoint entry into a moment."""
-    for part, target in zip(_PARTS, moment.codes, strict=True):
-        target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
 
 
 def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:

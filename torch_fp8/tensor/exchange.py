@@ -35,9 +35,8 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch.Tensor.grad.__set__(parameter, None)
     parameter._backward_hooks = None
-    own = attributes_of(parameter)
+    attributes = {**attributes_of(parameter), **vars(other)}
     parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
-    attributes = {**own, **vars(other)}
     torch._C._swap_tensor_impl(parameter, other)
     parameter.__class__, other.__class__ = type(other), type(parameter)
     vars(parameter).clear()

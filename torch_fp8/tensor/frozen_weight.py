@@ -16,6 +16,7 @@ subtracting it again would not restore the bytes. So is the sum of several chang
 themselves: ``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -166,13 +167,12 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), frozen_parameter(self.payload.copied()))
+        return memo.setdefault(id(self), frozen_parameter(copy.deepcopy(self.payload)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.dequantize()
-        if isinstance(self, nn.Parameter):
-            whole = nn.Parameter(whole, requires_grad=False)
-        return whole.__reduce_ex__(protocol)
+        is_parameter = isinstance(self, nn.Parameter)
+        return (nn.Parameter(whole, False) if is_parameter else whole).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"Float8FrozenWeight(shape={tuple(self.shape)}, {self.payload.spec})"

@@ -235,7 +235,7 @@ class Halves:
         row, col, row_length = origin or (0, 0, cols)
         residual = empty_residual(self.high, RESIDUAL_BITS)
         matrix = self.high.view(rows, cols)  # (R, C) bfloat16
-        for part in row_parts(rows, cols) if self.high.numel() else ():
+        for part in row_parts(rows, cols):
             assert self.residual is not None
             assert residual is not None
             joined = join(matrix[part], self.residual[part], self.bits, exact=True)
@@ -310,8 +310,7 @@ def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     high = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     stored = empty_residual(high, bits)
     source, target = weight.contiguous().view(rows, cols), high.view(rows, cols)
-    parts = row_parts(rows, cols) if weight.numel() and weight.device.type != "meta" else ()
-    for part in parts:
+    for part in row_parts(rows, cols) if weight.device.type != "meta" else ():
         rows_of_part = source[part] if bits == EXACT_BITS else saturated(source[part], bits)
         assert stored is not None
         target[part], stored[part] = split(rows_of_part, bits)

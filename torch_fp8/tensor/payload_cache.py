@@ -143,10 +143,8 @@ class PayloadCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors in the cache now, each once."""
-        held = [self.payload, self.captured]
-        held.append(None if self.operand is None else self.operand.operand)
-        payloads = [x for x in held if x is not None]
-        tensors = [tensor for x in payloads for tensor in (x.qdata, x.scale)]
+        payloads = self.payload, self.captured, getattr(self.operand, "operand", None)
+        tensors = [tensor for x in payloads if x is not None for tensor in (x.qdata, x.scale)]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
     def __reduce__(self) -> Any:

@@ -119,13 +119,11 @@ class LazySource:
 
     def own_parameter(self) -> None:
         """Copy the parameter, unless the result exists or can no longer be computed."""
-        parameter = self.parameter
-        assert parameter is not None
+        parameter: Any = self.parameter
         if self.plain is not None or _versions(self.sources) != self.versions:
             return
         if parameter.untyped_storage().nbytes():  # FSDP2 frees gathered weights
-            copy = self.producer.own_parameter()
-            assert copy is not None
+            copy: Any = self.producer.own_parameter()
             self.sources = tuple(copy if x is parameter else x for x in self.sources)
             self.versions = _versions(self.sources)
 

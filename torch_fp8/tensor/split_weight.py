@@ -165,11 +165,8 @@ class SplitWeight(SplitTensor):
         return super().untyped_storage() if copy is None else copy.untyped_storage()
 
     def _copy(self) -> Tensor | None:
-        if (
-            _is_parameter(self)
-            or torch.compiler.is_compiling()
-            or type(self.halves.high) is not Tensor
-        ):
+        is_traced = torch.compiler.is_compiling() or type(self.halves.high) is not Tensor
+        if is_traced or _is_parameter(self):
             return None
         known = None if in_shared_memory(self.halves.high) else self.halves.copy
         copy = known[1]() if known is not None and known[0] == self.halves.version else None

@@ -163,6 +163,7 @@ class GradientBucket:
         group: the process group.
     Attributes:
         nbytes: the bytes of the messages that this rank sends.
+        work: the collective in flight.
     """
 
     def __init__(self, slots: Mapping[Tensor, GradientSlot], group: Any) -> None:
@@ -189,23 +190,23 @@ class GradientBucket:
         self.nbytes = self._sent.nbytes
         self._gathered = False
         self._received = torch.empty_like(self._sent)
-        self._work = all_to_all(self._received, self._sent, group, async_op=True)
+        self.work = all_to_all(self._received, self._sent, group, async_op=True)
 
     def gather(self) -> None:
         """Average the part that this rank owns and send it to all; repeated calls do nothing."""
         if self._gathered:
             return
         self._gathered = True
-        self._work.wait()
+        self.work.wait()
         scale = 1 / self._world_size
         combined = messages.reduce_and_repack(self._received, self._layout, scale, keys=self._keys)
         self._sent, self._received = combined, self._sent
         # (1, B) of each -> (N, B)
-        self._work = all_gather(self._received, combined, self._group, async_op=True)
+        self.work = all_gather(self._received, combined, self._group, async_op=True)
 
     def finish(self) -> None:
         """Store the average in ``p.grad``, in place if it exists, or None if no rank has one."""
-        self._work.wait()
+        self.work.wait()
         codes = self._layout.codes(self._received)  # (ranks, 32 G)
         scales = self._layout.scales(self._received)  # (ranks, G)
         flags = self._layout.plain(self._received)
@@ -229,10 +230,6 @@ class GradientBucket:
             grad.rounding.exchange()
             if not self._slots[parameter].quantize:
                 parameter.grad = grad.dequantize(gradient_dtype(parameter))
-
-    def wait(self) -> None:
-        """Wait for the collective in flight without decoding its result."""
-        self._work.wait()
 
     def _parts(self, parameter: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return the flat codes and scales of a gradient, zeros if there is none."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8.config import FP8Config
+from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.distributed.ddp.connection import (
     DDPConnection,
@@ -151,7 +151,11 @@ def connect_ddp(
     for parameter in names:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
-    layers = {f"'{name}'": f"in FP8 ({recipe})" for name, recipe in _recipes(ddp.module)}
+    layers = {
+        f"'{name}'": f"in FP8 ({layer.fp8.recipe.name})"
+        for name, layer in ddp.module.named_modules()
+        if isinstance(layer, FrozenStorage)
+    }
     check_same_config(config, ddp.process_group, layers, absent="in high precision")
     reason = reason or reason_without_hook(ddp)
     exchanges = _chosen(ddp.module, config, None if reason else ddp.process_group)
@@ -180,17 +184,9 @@ def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = Fals
     return choose_exchanges(module, config, groups, device)
 
 
-def _recipes(module: nn.Module) -> list[tuple[str, str]]:
-    """Return (qualified name, name of the recipe) of each FP8 layer and module of experts."""
-    named = module.named_modules()
-    return [(name, m.fp8.recipe.name) for name, m in named if isinstance(m, FrozenStorage)]
-
-
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
-    for optimizer in optimizers:
-        if isinstance(optimizer, ConvertedOptimizer):
-            return optimizer.fp8_config
-    return FP8Config.from_env() or FP8Config()
+    ours = (o.fp8_config for o in optimizers if isinstance(o, ConvertedOptimizer))
+    return config_or_default(next(ours, None))
 
 
 def _connect_reducer(

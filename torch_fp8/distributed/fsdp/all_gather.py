@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.distributed.fsdp.split_weights import renew_unsharded
 from torch_fp8.distributed.fsdp.unsharded_weight import (
@@ -189,12 +188,11 @@ class WeightGather:
         return tuple(inputs), self._scale
 
     def _cast(self, shard: Tensor) -> QuantizedTensor:
-        scale = self._scale
+        scale: Any = self._scale
         if self.spec.granularity == "tensorwise":
             return quantize(shard, self.spec, scale)
         if self.spec.granularity != "block_128x128" or shard.shape[0] % 128 == 0:
             return quantize(shard, self.spec)  # this rank has all elements that share a scale
-        assert scale is not None
         last_row = self.fsdp_param._orig_size[0] - 1
         rows = torch.arange(shard.shape[0], device=shard.device) + self._first_row()
         scale = scale[rows.clamp(max=last_row) // 128]  # (rows of the shard, K / 128)
@@ -217,8 +215,7 @@ class WeightGather:
         if out is None:
             payload = Payload(qdata, scale, self.spec, self._own_rows)
             return UnshardedFloat8Weight(payload, dtype), ()
-        weight = out._local_tensor if isinstance(out, DTensor) else out
-        assert isinstance(weight, UnshardedFloat8Weight)
+        weight: Any = local(out)
         weight.payload.qdata, weight.payload.scale = qdata, scale
         return None
 

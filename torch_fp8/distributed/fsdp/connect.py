@@ -105,7 +105,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     every_group = fsdp_groups(model)
     num_frozen = connect_frozen(every_group)
     if config.communication == "off":
-        choose_exchanges(model, config, {}, torch.device("cpu"))
+        _chosen(model, config, [])
         return FSDPReport(skipped=(("model", "communication='off'"),), num_frozen=num_frozen)
     names = {module: name for name, module in model.named_modules()}
     for process_group, parts in _parts(model, names).items():
@@ -139,16 +139,12 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
 
 def _chosen(model: nn.Module, config: FP8Config, sharded: Iterable[Any]) -> Exchanges:
     """Return the choice for FSDP2's exchanges, made in the first parameters' groups."""
-    groups: dict[str, Any] = {}
-    device = torch.device("cpu")
-    for param_group in sharded:
-        info = param_group.mesh_info
-        if hasattr(info, "shard_process_group"):
-            device = param_group.device
-            groups = dict.fromkeys(("gather", "scatter"), info.shard_process_group)
-            groups["replicas"] = getattr(info, "replicate_process_group", None)
-            break
-    return choose_exchanges(model, config, groups, device)
+    first = next((g for g in sharded if hasattr(g.mesh_info, "shard_process_group")), None)
+    if first is None:
+        return choose_exchanges(model, config, {}, torch.device("cpu"))
+    groups = dict.fromkeys(("gather", "scatter"), first.mesh_info.shard_process_group)
+    groups["replicas"] = getattr(first.mesh_info, "replicate_process_group", None)
+    return choose_exchanges(model, config, groups, first.device)
 
 
 class ScalePrefetch:

@@ -74,8 +74,7 @@ class FrozenGather(WeightGather):
         Returns:
             The bytes, and the scales of these rows.
         """
-        scale = self._scale
-        assert scale is not None
+        scale: Any = self._scale
         if self.spec.granularity in BLOCK_SHAPE:
             first = self._first_row()
             scale = scale[first // 128 : -(-(first + rows.shape[0]) // 128)]
@@ -92,8 +91,7 @@ class FrozenGather(WeightGather):
         A write to a DTensor is such a call on all ranks. If no rank's values differ, no byte
         changes.
         """
-        frozen = self.shard
-        assert isinstance(frozen, Float8FrozenWeight)
+        frozen: Any = self.shard
         payload = frozen.payload
         differs = torch.tensor(
             [0.0 if payload.equals(values) else 1.0], device=self.device, dtype=torch.float32
@@ -144,15 +142,15 @@ class FrozenGather(WeightGather):
         Raises:
             RuntimeError: ``requires_grad`` was set; a DTensor cannot announce that to its shard.
         """
-        held = self.shard
-        assert isinstance(held, Float8FrozenWeight)
+        held: Any = self.shard
+        payload: FrozenPayload = held.payload
         if self.fsdp_param.sharded_param.requires_grad:
             raise RuntimeError(
-                f"'{held.payload.name}' is stored in FP8 only and sharded by FSDP2, and its "
-                "gradient was requested (requires_grad=True); thaw the model before fully_shard, "
-                "or convert it with FP8Config(frozen_weights='keep')"
+                f"'{payload.name}' is stored in FP8 only and sharded by FSDP2, and its gradient "
+                "was requested (requires_grad=True); thaw the model before fully_shard, or convert "
+                "it with FP8Config(frozen_weights='keep')"
             )
-        return held.payload
+        return payload
 
 
 class FrozenExpertGather(FrozenGather, ExpertGather):

@@ -27,8 +27,7 @@ decides when it reduces, by what it divides, which stream it uses and what it ac
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,14 +74,7 @@ class Float8ReduceScatter:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
         """Write part r of the reduction over ranks into rank r's output.
 
         Args:
@@ -90,31 +82,17 @@ class Float8ReduceScatter:
             input_tensor: (N * E,) float32, bfloat16 or float16.
             group: the process group, of N ranks.
             op: the reduction, SUM, AVG or PREMUL_SUM.
-            async_op: whether to return at once, with a handle to ``wait`` for.
         """
         if not self._exchanges["scatter"]:
-            return self.stock(output_tensor, input_tensor, group, op, async_op)
+            self.stock(output_tensor, input_tensor, group, op)
+            return
         factor = factor_of(op, dist.get_world_size(group))
         runs = self.structures.of(output_tensor.numel())
         # (N * E,) -> (N, E) -> (N, B) bytes: row r goes to rank r
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), runs)
         received = torch.empty_like(messages)  # (N, B): row r is rank r's message to us
-        work = all_to_all(received, messages, group, async_op)
-        finish = partial(unpack_parts, received, runs, output_tensor, factor)
-        return _Pending(work, finish) if async_op else finish()
-
-
-class _Pending:
-    """A work handle: the messages in flight, and the function that writes their sum."""
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self, *args: Any) -> bool:
-        """Block until the sum is in the output."""
-        self._work.wait(*args)
-        self._finish()
-        return True
+        all_to_all(received, messages, group)
+        unpack_parts(received, runs, output_tensor, factor)
 
 
 def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:
@@ -148,9 +126,8 @@ def layout_of(runs: Sequence[Run]) -> Layout:
 
 def structure_of(sizes: Sequence[tuple[int, bool]]) -> list[Run]:
     """Return the runs of a part with shards of these (numel, whether in groups)."""
-    stops = itertools.accumulate(numel for numel, _ in sizes)
-    pieces = zip(stops, sizes, strict=True)
-    return runs_of((stop - numel, numel, in_groups) for stop, (numel, in_groups) in pieces)
+    starts = itertools.accumulate((numel for numel, _ in sizes), initial=0)
+    return runs_of((start, *size) for start, size in zip(starts, sizes, strict=False))
 
 
 class GroupStructures:
@@ -167,11 +144,8 @@ class GroupStructures:
 
     def of(self, numel: int) -> list[Run]:
         """Return the structure of one rank's part with `numel` elements."""
-        sizes = [
-            (param.padded_sharded_param_size.numel(), in_groups(param))
-            for param in self._param_group.fsdp_params
-            if param.sharded_param.requires_grad
-        ]
+        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        sizes = [(param.padded_sharded_param_size.numel(), in_groups(param)) for param in params]
         if sum(size for size, _ in sizes) == numel:
             return structure_of(sizes)
         if numel not in self._plain:
@@ -181,7 +155,7 @@ class GroupStructures:
                 "call set_reduce_scatter_unused_params(True) (torch 2.13 or later)",
                 stacklevel=2,
             )
-            self._plain[numel] = structure_of([(numel, False)])
+            self._plain[numel] = [Run(0, numel, False)]
         return self._plain[numel]
 
 
