@@ -99,7 +99,7 @@ _NAMES = {
     "torch_fp8.nn.transformer_engine": "TransformerEngineLinear",
     "torch_fp8.optim.arguments": "reasons_to_stay",
     "torch_fp8.optim.convert": "gradients_report",
-    "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight multiply_half",
+    "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight hide_weights",
     "torch_fp8.optim.gradient_slot": "GradientSlot slot_of",
     "torch_fp8.optim.merged_state": "whole_weights",
     "torch_fp8.optim.muon": "BUFFER MuonOptimizer",

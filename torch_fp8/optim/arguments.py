@@ -79,14 +79,12 @@ def check_trained(optimizer: Optimizer, config: FP8Config, model: nn.Module | No
             f"parameters of {type(optimizer).__name__} were created inside torch.inference_mode(), "
             "and autograd cannot train them; create the model outside it"
         )
-    if model is None:
-        if config.opt_level == "O3":
-            raise ValueError(
-                "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
-                "convert_optimizer(optimizer, config, model=model)"
-            )
-        return
-    own = set(model.parameters())
+    if model is None and config.opt_level == "O3":
+        raise ValueError(
+            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
+            "convert_optimizer(optimizer, config, model=model)"
+        )
+    own = set() if model is None else set(model.parameters())
     if held and own and own.isdisjoint(held):
         raise ValueError(
             f"none of the {len(held)} parameters of {type(optimizer).__name__} is one of the "
@@ -230,12 +228,13 @@ def _overlapping(tensors: list[Tensor]) -> set[Tensor]:
             end = x.data_ptr() + (1 + sum(steps)) * x.element_size()
             spans.append((str(x.device), x.data_ptr(), end, x))
     overlapping: set[Tensor] = set()
-    device, reach, last = "", 0, None
-    for place, start, end, x in sorted(spans, key=lambda span: span[:2]):
-        if last is not None and place == device and 0 < start < reach:
+    reached: dict[str, tuple[int, Tensor]] = {}
+    for device, start, end, x in sorted(spans, key=lambda span: span[:2]):
+        reach, last = reached.get(device, (0, x))
+        if 0 < start < reach:
             overlapping |= {last, x}
-        if last is None or place != device or end > reach:
-            device, reach, last = place, end, x
+        if end > reach:
+            reached[device] = end, x
     return overlapping
 
 

@@ -63,8 +63,7 @@ def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str,
     """
     for problem in _problems(state_dict, param_groups):
         raise ValueError(problem)
-    bits: int = state_dict.get(OPTIONS_KEY, {}).get("residual_bits", RESIDUAL_BITS)
-    return bits
+    return state_dict.get(OPTIONS_KEY, {}).get("residual_bits", RESIDUAL_BITS)
 
 
 def _problems(state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]]) -> Iterator[str]:

@@ -142,8 +142,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     meta: Any = type(kind.__name__, (kind,), {"mro": mro})
     methods = {"step": step, "load_state_dict": load}
     namespace = {**named, "__doc__": base.__doc__, **methods}
-    cls: type[ConvertedOptimizer] = meta(base.__name__, (base, ours), namespace)
-    return cls
+    return meta(base.__name__, (base, ours), namespace)
 
 
 def unhooked(method: Any) -> Any:

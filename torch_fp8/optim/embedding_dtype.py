@@ -116,11 +116,6 @@ def hide_weights(module: nn.Module, before: Hook) -> bool:
     return True
 
 
-def multiply_half(linear: nn.Module) -> None:
-    """Make a high-precision linear layer multiply by its weight's BF16 half under autocast."""
-    hide_weights(linear, HalfWeight())
-
-
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
     """Make the embeddings of `model` whose weights are in `split` return float32.
 

@@ -239,6 +239,7 @@ def misfits(name: str, entry: Mapping[str, Any], parameter: Tensor) -> Iterator[
         value = entry.get(f"{name}_{part}")
         if not isinstance(value, Tensor) or value.dtype != torch.uint8:
             yield f"[{f'{name}_{part}'!r}] is not a uint8 tensor: {value!r:.80}"
+            continue
         fits = [of(parameter.shape), of(local(parameter).shape)]
         if tuple(value.shape) not in fits:
             yield f"[{f'{name}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"

@@ -2,7 +2,6 @@
 
 import operator
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -175,28 +174,20 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
         return  # only the bytes of states and residuals are counted
     entries = [(matrix, scalars) for matrix, scalars, *_ in prepared]
     multipliers: list[Tensor | None] = [None] * len(entries)
+    on_card = device.type == "cuda"
+    if on_card:
+        from torch_fp8.kernels.adamw import adamw_step, update_rms
     if config.update_clipping:
         # StableAdamW divides the rate of the update and of the decoupled decay: lr / max(1, RMS).
-        for i, rms in enumerate(_update_rms(device, entries)):
+        of_all = update_rms(entries) if on_card else [update_rms_reference(*e) for e in entries]
+        for i, rms in enumerate(of_all):
             prepared[i][2]["update_rms"] = rms
             multipliers[i] = 1 / rms.clamp(min=1)
-    if device.type == "cuda":
-        from torch_fp8.kernels.adamw import adamw_step
-
+    if on_card:
         adamw_step(entries, multipliers)
         return
     for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
         adamw_step_reference(matrix, scalars, multiplier)
-
-
-def _update_rms(
-    device: torch.device, entries: list[tuple[WeightMatrix, StepScalars]]
-) -> Iterable[Tensor]:
-    if device.type == "cuda":
-        from torch_fp8.kernels.adamw import update_rms
-
-        return update_rms(entries).unbind()
-    return [update_rms_reference(*entry) for entry in entries]
 
 
 def step_small(group: dict[str, Any], entries: list[Entry]) -> None:

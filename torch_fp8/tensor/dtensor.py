@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; return any other tensor unchanged."""
-    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:

@@ -111,8 +111,7 @@ class Encoded(Readable):
     @property
     @torch._disable_dynamo  # Dynamo follows the descriptor back to this property
     def data(self) -> Tensor:
-        alias: Tensor = torch.Tensor.data.__get__(self)  # an alias with its own version counter
-        return alias
+        return torch.Tensor.data.__get__(self)  # an alias with its own version counter
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -121,8 +120,7 @@ class Encoded(Readable):
 
     def _use_count(self) -> int:  # torch.utils.swap_tensors calls this before it changes anything
         refuse_swap(self)
-        count: int = super()._use_count()
-        return count
+        return super()._use_count()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)
@@ -165,12 +163,10 @@ class EncodedView(Readable):
         return self
 
     def dequantize(self) -> Tensor:
-        view: Tensor = self.replay(self.base.dequantize())
-        return view
+        return self.replay(self.base.dequantize())
 
     def writable(self) -> Tensor:
-        view: Tensor = self.replay(self.base.writable())
-        return view
+        return self.replay(self.base.writable())
 
     def store(self, x: Tensor) -> None:
         self.finish_write(x, _aten.copy_.default)

@@ -17,8 +17,7 @@ _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
 
 def stored_grad(parameter: Tensor) -> Tensor | None:
     """Return ``parameter.grad`` in the form in which it is stored."""
-    grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
-    return grad
+    return torch.Tensor.grad.__get__(parameter)
 
 
 def exchange(parameter: Tensor, other: Tensor) -> None:

@@ -89,8 +89,7 @@ class PayloadCast(NamedTuple):
         return self._layout(as_layouts(options.new_layouts(high), options))
 
     def _layout(self, layouts: Any) -> QuantizedTensor:
-        payload: QuantizedTensor = layouts[self.flip]
-        return payload
+        return layouts[self.flip]
 
     def _options(self, amax: Tensor | None) -> CastOptions:
         layout = {"rowwise": not self.flip, "columnwise": self.flip}

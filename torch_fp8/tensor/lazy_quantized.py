@@ -99,8 +99,7 @@ class LazyQuantizedTensor(QuantizableTensor):
     def dequantize(self) -> Tensor:
         """Return the plain tensor without a graph; see `plain`."""
         # Not a view, so that autograd accepts it as a custom function's result: (R, C) -> (..., C).
-        dense: Tensor = _aten._unsafe_view(self.production.dense(), self.outer_shape)
-        return dense
+        return _aten._unsafe_view(self.production.dense(), self.outer_shape)
 
     def reshaped(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
         return LazyQuantizedTensor(self.production, shape, self.outer_dtype)
@@ -115,8 +114,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = plain(self.detach()).clone()
-        return result
+        return memo.setdefault(id(self), plain(self.detach()).clone())
 
     @classmethod
     def __torch_function__(
@@ -146,8 +144,7 @@ def plain(x: Any) -> Any:
         return x.dequantize()
     # Not cached for a leaf, which would hold itself through its gradient accumulator.
     if x.is_leaf:
-        fresh: Tensor = _Plain.apply(x)
-        return fresh
+        return _Plain.apply(x)
     if x.connected is None:
         x.connected = _Plain.apply(x)
     return x.connected

@@ -157,8 +157,7 @@ class WeightQuantizer(NamedTuple):
                 return cast(halves)
             weight = halves.high
         row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
-        layout = col if flip else row  # (N, K), whichever way the weight is stored
-        assert layout is not None
+        layout: Any = col if flip else row  # (N, K), whichever way the weight is stored
         return layout
 
     def without_gradients(self, weight: Tensor, training: bool) -> QuantizedTensor:
@@ -195,6 +194,7 @@ class WeightQuantizer(NamedTuple):
             after: see `torch_fp8.ops.quantize.transposed`.
         """
         flip = self.transposed
+        layout: Any
         if isinstance(weight, QuantizableTensor):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
             row, col = type(weight).quantize(weight, self.quantizer, **needs, after=after)
@@ -203,13 +203,11 @@ class WeightQuantizer(NamedTuple):
                 payload = self.kept_payload(weight)
                 if payload is not None:
                     layout = payload if flip else transposed(payload, after)
-                    assert layout is not None
                     return layout
                 weight = weight.halves.high
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
-        assert layout is not None
         return layout
 
 

@@ -48,8 +48,7 @@ class Readable(Tensor):
 
     def stored_part(self) -> Tensor:
         """Return one of the plain tensors in which this tensor is stored."""
-        part: Tensor = getattr(self, self.__tensor_flatten__()[0][0])
-        return part
+        return getattr(self, self.__tensor_flatten__()[0][0])
 
     def is_traced(self) -> bool:
         """Return whether torch.compile traces this tensor."""

@@ -186,8 +186,7 @@ class SplitWeight(SplitTensor):
             if self.__dict__.pop("_swapped", None) is None:
                 again = functools.partial(split_parameter, bits=EXACT_BITS)
                 self._swapped = SwappedParameter(self, attributes_of(self), again)
-        count: int = super()._use_count()
-        return count
+        return super()._use_count()
 
     def share_memory_(self) -> Tensor:
         return _unswapped(super().share_memory_())

@@ -28,8 +28,7 @@ class _Half(torch.autograd.Function):
 @torch.compiler.allow_in_graph
 def half(weight: Tensor) -> Tensor:
     """Return the BF16 half of a `SplitWeight`; the weight's gradient flows through it in BF16."""
-    result: Tensor = _Half.apply(weight)
-    return result
+    return _Half.apply(weight)
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:

@@ -117,8 +117,9 @@ class WeightGather:
 
     def _copied(self, memo: dict[int, Any]) -> Tensor:
         shard = self._asked
-        memo[id(shard)] = copied = shard.detach().clone().requires_grad_(shard.requires_grad)
-        return copied
+        return memo.setdefault(
+            id(shard), shard.detach().clone().requires_grad_(shard.requires_grad)
+        )
 
     @property
     def amax_shape(self) -> tuple[int, ...]:
@@ -151,13 +152,10 @@ class WeightGather:
 
     def set_amax(self, amax: Tensor, scale: Tensor) -> None:
         """Set the whole weight's amaxes (`amax_shape`) and the scales computed from them."""
-        self._scale = scale
-        if self.spec.granularity != "tensorwise":
-            return
-        self._scale = scale.view(())
+        self._scale = scale.view(()) if self.spec.granularity == "tensorwise" else scale
         if self.spec.delayed:
-            assert self.module.fp8.scaling is not None
-            source = self.module.fp8.scaling.sources(self.module)[WEIGHT]
+            scaling: Any = self.module.fp8.scaling
+            source = scaling.sources(self.module)[WEIGHT]
             source.record(amax)
             self._scale = self._scale if source.scale is None else source.scale
 

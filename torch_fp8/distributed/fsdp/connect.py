@@ -121,18 +121,14 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     every = [gather for of_group in gathers.values() for gather in of_group]
     for gather in every if exchanges["gather"] else ():
         gather.attach()
-    scatters = {g: _connect_scatter(g, names, skipped, exchanges) for g in gathers}
-    replicated = [
-        connect_replicas(group, group._reduce_scatter_comm.structures, exchanges)
-        for group, ours in scatters.items()
-        if ours
-    ]
+    scattered = [g for g in every_group if _connect_scatter(g, names, skipped, exchanges)]
+    replicated = [g for g in scattered if connect_replicas(g, exchanges)]
     return FSDPReport(
         len(every) * exchanges["gather"],
-        sum(scatters.values()) * exchanges["scatter"],
+        len(scattered) * exchanges["scatter"],
         tuple(skipped),
         num_frozen,
-        sum(replicated) * exchanges["replicas"],
+        len(replicated) * exchanges["replicas"],
         exchanges.note("gather", "scatter", "replicas"),
     )
 
@@ -197,9 +193,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
     for group in fsdp_groups(model):
         if not hasattr(group.mesh_info, "shard_process_group"):
             continue
-        process_groups = [group.mesh_info.shard_process_group]
-        if hasattr(group.mesh_info, "replicate_process_group"):
-            process_groups.append(group.mesh_info.replicate_process_group)
+        of_replicas = getattr(group.mesh_info, "replicate_process_group", None)
         place = names.get(group.modules[0], "") or "the root"
         for param in group.fsdp_params:
             info = param._module_info
@@ -209,7 +203,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
                 precision = f"in FP8 ({info.module.fp8.recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
-            for process_group in process_groups:
+            for process_group in filter(None, (group.mesh_info.shard_process_group, of_replicas)):
                 of_group = parts.setdefault(process_group, {})
                 of_group[f"'{name}'"] = f"{what}, {sharded}, {precision}"
     return parts
@@ -226,7 +220,8 @@ def _gathers_of(
         info = param._module_info
         owners = [info.module, *info.shared_modules]
         are_experts = is_expert_weight(info.module, info.param_name)
-        of_layer = _is_weight(param) and any(isinstance(owner, Float8Layer) for owner in owners)
+        are_weights = {info.param_name, *info.shared_param_names} == {"weight"}
+        of_layer = are_weights and any(isinstance(owner, Float8Layer) for owner in owners)
         if not (are_experts or of_layer) or is_frozen(param):
             continue
         reason = _why_not_sharded(group, param)
@@ -260,11 +255,6 @@ def _connect_scatter(
         return False
     group._reduce_scatter_comm = Float8ReduceScatter(group, name, exchanges)
     return True
-
-
-def _is_weight(param: Any) -> bool:
-    names = [param._module_info.param_name, *param._module_info.shared_param_names]
-    return all(name == "weight" for name in names)
 
 
 def _why_not_sharded(group: Any, param: Any) -> str | None:

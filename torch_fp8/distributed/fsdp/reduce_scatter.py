@@ -219,13 +219,19 @@ class Float8Replicas:
         return None
 
 
-def connect_replicas(param_group: Any, structures: GroupStructures, exchanges: Exchanges) -> bool:
-    """Average a parameter group's gradients among replicas in FP8; False if it has no replicas."""
+def connect_replicas(param_group: Any, exchanges: Exchanges) -> bool:
+    """Average a parameter group's gradients among replicas in FP8; False if it has no replicas.
+
+    Args:
+        param_group: the parameter group, with a `Float8ReduceScatter`.
+        exchanges: see `Float8Replicas`.
+    """
     group = getattr(param_group.mesh_info, "replicate_process_group", None)
     if group is None or group.size() == 1:
         return False
     # Copy the record: parameters share it, and build DTensors from the mesh in it.
     param_group.mesh_info = copy.copy(param_group.mesh_info)
+    structures = param_group._reduce_scatter_comm.structures
     param_group.mesh_info.replicate_process_group = Float8Replicas(group, structures, exchanges)
     return True
 

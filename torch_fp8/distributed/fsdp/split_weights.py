@@ -131,9 +131,8 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     check_arguments(join_sharded, locals())
     reshard(model)
     gathered = {param.sharded_param: param for param in fsdp_params(model)}
-    split = [p for p in model.parameters() if isinstance(local(p), SplitShard)]
+    split: list[Any] = [p for p in model.parameters() if isinstance(local(p), SplitShard)]
     for parameter in split:
-        assert isinstance(parameter, DTensor)
         grad, parameter.grad = parameter.grad, None
         parameter._local_tensor = plain(parameter._local_tensor)
         if parameter in gathered:

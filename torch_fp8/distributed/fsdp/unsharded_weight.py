@@ -124,8 +124,7 @@ class UnshardedFloat8Weight(QuantizableTensor):
         return self.payload.scale
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = self.dequantize()
-        return result
+        return memo.setdefault(id(self), self.dequantize())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)
