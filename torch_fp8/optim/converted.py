@@ -125,7 +125,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
 
     Frameworks log learning rates under the name of the class.
     """
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    named = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # If a compiled function calls step, the graph breaks there and the step runs eagerly.
     step: Any = torch.compiler.disable(outside_inference_mode(ours.step))
     step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `run_closure` notes the call
@@ -141,8 +141,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
 
     meta: Any = type(kind.__name__, (kind,), {"mro": mro})
     methods = {"step": step, "load_state_dict": load}
-    namespace = {**named, "__doc__": base.__doc__, **methods}
-    return meta(base.__name__, (base, ours), namespace)
+    return meta(base.__name__, (base, ours), {**named, **methods})
 
 
 def unhooked(method: Any) -> Any:

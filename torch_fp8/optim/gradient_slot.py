@@ -126,8 +126,7 @@ class GradientSlot:
             exchanged: whether the gradient is an average over ranks, which all ranks must round
                 alike.
         """
-        grad = stored_grad(parameter)
-        assert grad is not None
+        grad: Any = stored_grad(parameter)
         shard = local(grad)
         if isinstance(shard, Float8Grad) or _is_partial(grad):
             return
@@ -226,8 +225,7 @@ def _take_out(parameter: Tensor) -> None:
 
     The gradient is a view of the float32 buffer of a whole block, which it would keep alive.
     """
-    grad = parameter.grad
-    assert grad is not None
+    grad: Any = parameter.grad
     shard = local(grad)
     if type(shard) is not Tensor:
         return

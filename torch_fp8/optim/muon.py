@@ -192,7 +192,6 @@ def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
         momentum: float32 DTensor (R, K) of the same sharding.
         group: options of ``torch.optim.Muon``.
     """
-    assert weight.grad is not None
     grad, buffer, shard = (local(t.detach()) for t in (weight.grad, momentum, weight))
     grad = plain(grad)
     beta, rate = group["momentum"], float(group["lr"])

@@ -99,12 +99,11 @@ def split_parts(parameter: nn.Parameter, parts: Any, *, residual: bool = True) -
         residual: whether a large weight gets a residual; a small one always does.
     """
     bits = residual_bits(parameter) if residual or not is_large(parameter) else 0
-    stored = zero_residual(parameter, bits) if bits else None
+    stored: Any = zero_residual(parameter, bits) if bits else None
     matrix = parameter.view(matrix_shape(parameter.shape))  # (N, K), or (E, N, K) -> (E * N, K)
     for rows, value in parts:
         matrix[rows], lower = split(value, bits)
         if stored is not None:
-            assert lower is not None
             stored[rows] = lower
     set_residual(parameter, stored)
 

@@ -129,7 +129,7 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
             dense = local(value).dequantize(_saved_on(parameter))
             entry[name] = with_data(parameter, dense, tuple(parameter.shape))
         elif value is not None:
-            entry[name] = _copied(value)
+            entry[name] = value.detach().to(device=_saved_on(value), copy=True)
     return entry
 
 
@@ -160,12 +160,6 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
             for part, target in zip(_PARTS, moment.codes, strict=True):
                 target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
     return state
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.clone()
-    return tensor.detach().to(device=_saved_on(tensor), copy=True)
 
 
 def _saved_on(tensor: Tensor) -> torch.device:

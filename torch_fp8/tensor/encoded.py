@@ -130,12 +130,11 @@ class Encoded(Readable):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.is_inference_mode_enabled():  # aliases and views outlive it
-            with torch.inference_mode(False), torch.no_grad():
-                result = func.decompose(*args, **kwargs or {})  # autograd does so elsewhere
-                decomposed = result is not NotImplemented
-                return result if decomposed else _dispatch(func, args, kwargs or {})
-        return _dispatch(func, args, kwargs or {})
+        if not torch.is_inference_mode_enabled():
+            return _dispatch(func, args, kwargs or {})
+        with torch.inference_mode(False), torch.no_grad():  # aliases and views outlive it
+            result = func.decompose(*args, **kwargs or {})  # autograd does so elsewhere
+            return _dispatch(func, args, kwargs or {}) if result is NotImplemented else result
 
 
 class EncodedView(Readable):

@@ -232,12 +232,11 @@ class Halves:
             )
         rows, cols = _matrix_shape(self.high)
         row, col, row_length = origin or (0, 0, cols)
-        residual = empty_residual(self.high, RESIDUAL_BITS)
+        old: Any = self.residual
+        residual: Any = empty_residual(self.high, RESIDUAL_BITS)
         matrix = self.high.view(rows, cols)  # (R, C) bfloat16
         for part in row_parts(rows, cols):
-            assert self.residual is not None
-            assert residual is not None
-            joined = join(matrix[part], self.residual[part], self.bits, exact=True)
+            joined = join(matrix[part], old[part], self.bits, exact=True)
             joined = saturated(joined, RESIDUAL_BITS)
             index = element_index(
                 len(joined), cols, row + part.start, col, row_length, joined.device
@@ -274,8 +273,7 @@ class Halves:
     @property
     def kept(self) -> list[Tensor]:
         """The tensors that follow from `high`: its amax, its payload and the payload's scale."""
-        payload = () if self.payload is None else self.payload[:2]
-        return [*([] if self.amax is None else [self.amax]), *payload]
+        return [x for x in (self.amax, *(self.payload or ())[:2]) if x is not None]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -307,11 +305,10 @@ def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """
     rows, cols = _matrix_shape(weight)
     high = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    stored = empty_residual(high, bits)
+    stored: Any = empty_residual(high, bits)
     source, target = weight.contiguous().view(rows, cols), high.view(rows, cols)
     for part in row_parts(rows, cols) if weight.device.type != "meta" else ():
         rows_of_part = source[part] if bits == EXACT_BITS else saturated(source[part], bits)
-        assert stored is not None
         target[part], stored[part] = split(rows_of_part, bits)
     return high, stored
 

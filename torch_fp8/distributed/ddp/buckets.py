@@ -222,8 +222,7 @@ class GradientBucket:
                 if not bool(flags.reshape(-1)[i]):
                     continue
                 parameter.grad = self._empty_gradient(parameter)
-            grad = stored_grad(parameter)
-            assert isinstance(grad, Float8Grad)
+            grad: Any = stored_grad(parameter)
             _take(codes, values, grad.qdata, GROUP_SIZE)
             _take(scales, groups, grad.scale, 1)
             grad.multiplier.fill_(1.0)
@@ -233,10 +232,9 @@ class GradientBucket:
 
     def _parts(self, parameter: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return the flat codes and scales of a gradient, zeros if there is none."""
-        grad = stored_grad(parameter)
+        grad: Any = stored_grad(parameter)
         if grad is None:
             return self._sent.new_zeros(numel), self._sent.new_zeros(numel // GROUP_SIZE)
-        assert isinstance(grad, Float8Grad)
         # (R, K) -> (R, K rounded up) -> flat; (R, groups) -> flat
         codes = F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE))
         return codes.view(-1), grad.scale.view(-1)

@@ -80,7 +80,9 @@ def ddp_options(
             "has averaged them; set gradient_release=False, or run on one device"
         )
     asked = [name for name in _PLAIN if settings.get(name)]
-    eight_bit = [(o, _eight_bit(o, module)) for o in ours]
+    own = set(module.parameters())
+    stepped = [own.intersection(p for _, _, p in o.indexed_parameters()) for o in ours]
+    eight_bit = [(o, o.fp8_gradients & weights) for o, weights in zip(ours, stepped, strict=True)]
     if asked and any(weights for _, weights in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
         warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
@@ -167,12 +169,12 @@ def connect_ddp(
             DDPConnection(ddp, exchanges, reducer, averages, optimizers).connect(ddp)
     else:
         connection.train_with(optimizers)
-    if not exchanges["average"]:
-        reason = exchanges.note("average") or "communication='off'"
-    slots = [slot for p in ddp.module.parameters() if (slot := slot_of(p)) is not None]
-    averaged = [slot for slot in slots if slot.exchange is not None]
     note = exchanges.note("average")
-    return DDPReport(num_ranks, reason, len(averaged), exchanges["average"], note)
+    if not exchanges["average"]:
+        reason = note or "communication='off'"
+    slots = [slot for p in ddp.module.parameters() if (slot := slot_of(p)) is not None]
+    num_averaged = sum(slot.exchange is not None for slot in slots)
+    return DDPReport(num_ranks, reason, num_averaged, exchanges["average"], note)
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
@@ -212,12 +214,6 @@ def _connect_reducer(
     for optimizer in ours:
         attach_slots(optimizer)
     return reducer
-
-
-def _eight_bit(optimizer: ConvertedOptimizer, module: nn.Module) -> set[Tensor]:
-    """Return the module's parameters that the optimizer steps and that have 8-bit gradients."""
-    stepped = {p for _, _, p in optimizer.indexed_parameters()}
-    return optimizer.fp8_gradients & stepped & set(module.parameters())
 
 
 def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str | None) -> None:

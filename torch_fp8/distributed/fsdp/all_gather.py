@@ -117,9 +117,8 @@ class WeightGather:
 
     def _copied(self, memo: dict[int, Any]) -> Tensor:
         shard = self._asked
-        return memo.setdefault(
-            id(shard), shard.detach().clone().requires_grad_(shard.requires_grad)
-        )
+        copied = shard.detach().clone().requires_grad_(shard.requires_grad)
+        return memo.setdefault(id(shard), copied)
 
     @property
     def amax_shape(self) -> tuple[int, ...]:
@@ -289,7 +288,6 @@ def make_askable(tensor: Tensor, gather: WeightGather) -> None:
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
         tensor = shard()
-        assert tensor is not None
         return gather.pre(tensor)
 
     def fsdp_post_all_gather(

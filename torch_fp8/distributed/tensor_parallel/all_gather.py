@@ -152,7 +152,7 @@ class GatheredInput(SavedInput):
     def __init__(self, spec: CastSpec, shards: Shards | None) -> None:
         self.spec, self.shards = spec, shards
         self.users = 0
-        self._gather: Gather | None = None
+        self._gather: Any = None
 
     def start(self, qdata: Tensor, scale: Tensor | None) -> None:
         """Issue the second gather, if one is needed and none is in flight."""
@@ -162,11 +162,9 @@ class GatheredInput(SavedInput):
     def columnwise(self, qdata: Tensor, scale: Tensor | None) -> QuantizedTensor:
         """Return the transposed input (C, M), quantized along M; call `start` first."""
         if self.shards is None:
-            assert scale is not None
             return transposed_or_recast(
                 QuantizedTensor(qdata, scale, self.spec.granularity), self.spec
             )
-        assert self._gather is not None
         row = self._gather.result()
         self.users -= 1
         if self.users <= 0:

@@ -126,7 +126,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         check_arguments(PrepareFloat8ModuleInput.__init__, locals(), type(self).__name__)
         super().__init__(**options)
         self.gather_in_backward = gather_in_backward
-        self._module: nn.Module | None = None
+        self._module: Any = None
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired: Any) -> Any:
         consumer = _consumer(self._module) if isinstance(desired, Replicate) else None
@@ -182,9 +182,8 @@ def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
     return module.fp8.config.communication != "off"
 
 
-def _consumer(module: nn.Module | None) -> Float8Linear | None:
+def _consumer(module: nn.Module) -> Float8Linear | None:
     """Return the first column-wise FP8 layer in `module`, or None if there is none."""
-    assert module is not None
     consumers = [
         layer
         for layer in module.modules()
