@@ -102,8 +102,7 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None) -> None:
         model: the model that gives the parameters' names, or None if the error numbers them.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, parameter in enumerate(parameters):
+    for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if is_large(parameter) or parameter.dtype == torch.bfloat16:
             check_sharding(parameter, named.get(parameter, f"parameter {i}"))
 
@@ -213,8 +212,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
 
 def has_linear_forward(module: nn.Module) -> bool:
     """Return whether a module has ``nn.Linear``'s forward and alone reads its weight."""
-    forward = user_class(type(module)).forward
-    linear = isinstance(module, nn.Linear) and forward is nn.Linear.forward
+    linear = isinstance(module, nn.Linear) and user_class(type(module)).forward is nn.Linear.forward
     # nn.MultiheadAttention reads its output layer's weight without calling the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 

@@ -140,8 +140,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
         return kind.mro(cls) if is_subclass else [cls, *order]
 
     meta: Any = type(kind.__name__, (kind,), {"mro": mro})
-    methods = {"step": step, "load_state_dict": load}
-    return meta(base.__name__, (base, ours), {**named, **methods})
+    return meta(base.__name__, (base, ours), {**named, "step": step, "load_state_dict": load})
 
 
 def unhooked(method: Any) -> Any:
@@ -157,8 +156,7 @@ def _rebuild(ours: Any, base: Any) -> Any:
 def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
     """Change the optimizer's class, and remove a scheduler's wrapper around the old ``step``."""
     base: Any = type(optimizer)
-    cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
-    optimizer.__class__ = cls
+    optimizer.__class__ = converted_class(ours, base)  # type: ignore[arg-type]
     optimizer.__dict__["_fp8_base"] = base
     # torch adds hooks and the profiler to step once per class; __setstate__ does so, too.
     Optimizer.__setstate__(optimizer, {})

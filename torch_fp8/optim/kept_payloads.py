@@ -64,8 +64,7 @@ def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, 
     """Return how layers cast the stepped weights that are stored in two halves."""
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     casts: dict[Halves, PayloadCast] = {}
-    modules = [] if model is None else list(model.modules())  # compiled modules have no truth value
-    for module in modules:
+    for module in () if model is None else model.modules():  # compiled ones have no truth value
         if isinstance(module, Float8Layer) and module.fp8.config.backend == "torch":
             transposed, weights = type(module).fp8_transposed, [module.weight]
         elif isinstance(module, Float8Experts):

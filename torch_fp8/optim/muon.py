@@ -208,8 +208,7 @@ def _gathered(weight: Tensor, update: Tensor) -> Tensor:
     """All-gather an update's int8 codes: (R / ranks, K) float32 on each rank -> (R, K) bfloat16."""
     codes, scale = encode(update)
     message = torch.cat([codes, scale.view(torch.int8)], _COLUMNS)  # (R / ranks, K + 2 groups)
-    shape = weight.shape[0], message.shape[_COLUMNS]
-    whole: Any = with_data(weight, message, shape)
+    whole: Any = with_data(weight, message, (weight.shape[0], message.shape[_COLUMNS]))
     # (R, K) and (R, 2 groups)
     codes, scale = whole.full_tensor().split([codes.shape[1], 2 * scale.shape[1]], _COLUMNS)
     return decode(LinearInt8(codes, scale.contiguous().view(torch.bfloat16))).bfloat16()

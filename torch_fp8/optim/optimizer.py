@@ -84,11 +84,10 @@ class Float8Optimizer(ConvertedOptimizer):
         small: list[Entry] = []
         grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
         with_grads = [(i, g, p, grad) for i, g, p, grad in grads if grad is not None]
-        parameters = [p for _, _, p, _ in with_grads]
         # Kernels write without torch's knowledge, and shards have their own version counters.
         # Increment the versions so that a graph which saved the old value raises an error. Payloads
         # of the new value are kept after this.
-        torch.autograd.graph.increment_version(parameters)
+        torch.autograd.graph.increment_version([p for _, _, p, _ in with_grads])
         for index, group, parameter, grad in with_grads:
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
@@ -172,9 +171,8 @@ class Float8Optimizer(ConvertedOptimizer):
                 continue
             packed["state"][i] = dict(state)
             if "step" in state:
-                entry = to_checkpoint(parameters[i], state, encoded=encoded)
                 own = {"residual": residuals.pop(i)} if i in residuals else {}
-                packed["state"][i] = entry | own
+                packed["state"][i] = to_checkpoint(parameters[i], state, encoded=encoded) | own
         # Not in state or param_groups: torch.distributed.checkpoint needs each of their keys in
         # the file that it loads.
         packed[OPTIONS_KEY] = {

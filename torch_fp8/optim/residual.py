@@ -53,8 +53,7 @@ def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
     known: tuple[Tensor, int] | None = vars(weight).get(_ATTRIBUTE)
     if known is None or weight.dtype != torch.bfloat16:
         return None
-    shape = local(weight).shape
-    if known[0].numel() != math.prod(residual_shape(shape, known[1])):
+    if known[0].numel() != math.prod(residual_shape(local(weight).shape, known[1])):
         return None  # another shape: the weight's data were exchanged
     return known
 

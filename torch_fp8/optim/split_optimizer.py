@@ -146,8 +146,7 @@ class SplitOptimizer(ConvertedOptimizer):
             for group in mesh.get_all_groups():
                 dist.all_reduce(count, dist.ReduceOp.MAX, group)
             self.fp8_steps = int(count)
-        seed = options.get("seed", self.fp8_config.seed)
-        self.fp8_config = replace(self.fp8_config, seed=seed)
+        self.fp8_config = replace(self.fp8_config, seed=options.get("seed", self.fp8_config.seed))
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:

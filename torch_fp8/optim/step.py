@@ -199,11 +199,10 @@ def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
     if not entries:
         return
     weights = [_full_precision(entry.parameter) for entry in entries]
-    grads = [local(e.grad).to(w.dtype) for e, w in zip(entries, weights, strict=True)]
     beta1, beta2 = group["betas"]
     adam(
         weights,
-        grads,
+        [local(e.grad).to(w.dtype) for e, w in zip(entries, weights, strict=True)],
         [local(entry.state["exp_avg"]) for entry in entries],
         [local(entry.state["exp_avg_sq"]) for entry in entries],
         [],

@@ -90,8 +90,7 @@ class Float8Grad(Coded):
         """
         rounding = rounding or Rounding()
         keys = rounding.next_exchanged() if exchanged else rounding.next()
-        matrix = x.contiguous().view(matrix_shape(x.shape))  # (R, K)
-        parts = quantize_gradient(matrix, keys)
+        parts = quantize_gradient(x.contiguous().view(matrix_shape(x.shape)), keys)  # of (R, K)
         return Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
 
     @torch.no_grad()
@@ -109,9 +108,8 @@ class Float8Grad(Coded):
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return a plain tensor of this shape, in `dtype` or the tensor's own dtype."""
-        decoded = decode_gradient(self.codes, dtype or self.dtype)
         # Not a view: as a gradient, a view would keep this memory after its `.data` is set.
-        return reshaped(decoded, self.shape)
+        return reshaped(decode_gradient(self.codes, dtype or self.dtype), self.shape)
 
     def _matrix(self, x: Tensor) -> Tensor:
         x = plain(x)

@@ -71,8 +71,7 @@ class FrozenPayload:
         """Compute the values (R, C) in `dtype`."""
         if not self.first_row:
             return dequantize(self.quantized, dtype)
-        rows, cols = self.qdata.shape
-        scale = _spread(self.scale, FROZEN_BLOCK, self.first_row, rows, cols)
+        scale = _spread(self.scale, FROZEN_BLOCK, self.first_row, *self.qdata.shape)
         return (self.qdata.float() * scale).to(dtype)
 
     @torch.no_grad()
@@ -98,8 +97,7 @@ class FrozenPayload:
 
     def of_bytes(self, qdata: Tensor, scale: Tensor) -> "FrozenPayload":
         """Return a payload with other bytes for the same weight."""
-        version = next(VERSIONS)
-        return replace(self, qdata=qdata, scale=scale, sharers=None, version=version)
+        return replace(self, qdata=qdata, scale=scale, sharers=None, version=next(VERSIONS))
 
     def equals(self, values: Tensor) -> bool:
         """Return whether the weight reads as `values` (R, C), rounded to BF16; False on meta."""
@@ -183,10 +181,9 @@ class FP8Weight:
 
         A value is the code times the scale, rounded once (relative error 2^-24).
         """
-        cols = self.qdata.shape[1]
         for rows in row_parts(*self.qdata.shape):
             codes = self.qdata[rows]
-            scale = _spread(self.scale, self.block, rows.start, len(codes), cols)
+            scale = _spread(self.scale, self.block, rows.start, *codes.shape)
             yield rows, codes.float().mul_(scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -65,8 +65,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
                 f"{self.payload.name} is stored as FP8 with {stored.granularity} scales, but its "
                 f"layer needs {granularity}: convert the model again, or torch_fp8.thaw(model)"
             )
-        turned = transposed(stored, after) if columnwise else None
-        return stored if rowwise else None, turned
+        return stored if rowwise else None, transposed(stored, after) if columnwise else None
 
     def dequantize(self) -> Tensor:
         """Return a plain BF16 tensor of this shape."""

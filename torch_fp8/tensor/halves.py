@@ -136,8 +136,7 @@ class Halves:
 
     def join(self, device: torch.device | None = None) -> Tensor:
         """Return the float32 weight, on `device` if one is given."""
-        exact = self.bits == EXACT_BITS
-        return join_matrix(self.high, self.residual, self.bits, device, exact)
+        return join_matrix(self.high, self.residual, self.bits, device, self.bits == EXACT_BITS)
 
     def keep_amax(self) -> None:
         """Keep the amax from step to step, for casts with one scale."""

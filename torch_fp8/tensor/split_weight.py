@@ -235,8 +235,7 @@ def _unswapped(weight: SplitWeight) -> Tensor:
 def _method(name: str) -> Any:
     def method(self: SplitWeight, *args: Any, **options: Any) -> Tensor:
         result: Tensor = getattr(torch.Tensor, name)(self, *args, **options)
-        swapped = result is not self or torch.compiler.is_compiling()
-        return result if swapped else _unswapped(self)
+        return result if result is not self or torch.compiler.is_compiling() else _unswapped(self)
 
     return method
 

@@ -156,8 +156,7 @@ class Float8GradReducer:
             self._release = None
             self._task = torch._C._current_graph_task_id()
             # Callbacks run in order, and DDP has queued its own by the time `_follow` runs.
-            then = self._finish if self.leads else self._follow
-            Variable._execution_engine.queue_callback(then)
+            Variable._execution_engine.queue_callback(self._finish if self.leads else self._follow)
 
     def _follow(self) -> None:
         Variable._execution_engine.queue_callback(self._finish)

@@ -159,8 +159,7 @@ class WeightGather:
             self._scale = self._scale if source.scale is None else source.scale
 
     def _first_row(self) -> int:
-        padded_rows: int = self.fsdp_param.padded_sharded_param_size[0]
-        return dist.get_rank(self.group) * padded_rows
+        return dist.get_rank(self.group) * self.fsdp_param.padded_sharded_param_size[0]
 
     def _own_rows(self) -> tuple[Tensor, int]:
         return self.shard, self._first_row()
@@ -235,8 +234,7 @@ def make_scales(gathers: Iterable[WeightGather]) -> None:
 def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     shapes = [gather.amax_shape for gather in gathers]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    origin = gathers[0].shard.device
-    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=origin)
+    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=gathers[0].shard.device)
     if all(gather.spec.granularity == "tensorwise" for gather in gathers):
         _write_amaxes([gather.shard for gather in gathers], amax)
     else:
@@ -287,8 +285,7 @@ def make_askable(tensor: Tensor, gather: WeightGather) -> None:
     def fsdp_pre_all_gather(
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        tensor = shard()
-        return gather.pre(tensor)
+        return gather.pre(shard())
 
     def fsdp_post_all_gather(
         outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None

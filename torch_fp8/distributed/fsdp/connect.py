@@ -204,8 +204,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
             for process_group in filter(None, (group.mesh_info.shard_process_group, of_replicas)):
-                of_group = parts.setdefault(process_group, {})
-                of_group[f"'{name}'"] = f"{what}, {sharded}, {precision}"
+                parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
     return parts
 
 

@@ -98,8 +98,7 @@ class ExpertGather(WeightGather):
         Both layouts send as many scales as the longer one has, so that both gathers fill the same
         memory.
         """
-        turns = in_backward() and self._was_read
-        flip = self.module.is_transposed != turns
+        flip = self.module.is_transposed != (in_backward() and self._was_read)
         payload = self._payload(shard, flip)
         experts, rows, cols = payload.qdata.shape
         scale = payload.scale.view(experts, -1)  # (E, rows of this layout)

@@ -91,8 +91,7 @@ class FrozenGather(WeightGather):
         A write to a DTensor is such a call on all ranks. If no rank's values differ, no byte
         changes.
         """
-        frozen: Any = self.shard
-        payload = frozen.payload
+        payload: FrozenPayload = self.shard.payload
         differs = torch.tensor(
             [0.0 if payload.equals(values) else 1.0], device=self.device, dtype=torch.float32
         )
@@ -142,8 +141,7 @@ class FrozenGather(WeightGather):
         Raises:
             RuntimeError: ``requires_grad`` was set; a DTensor cannot announce that to its shard.
         """
-        held: Any = self.shard
-        payload: FrozenPayload = held.payload
+        payload: FrozenPayload = self.shard.payload
         if self.fsdp_param.sharded_param.requires_grad:
             raise RuntimeError(
                 f"'{payload.name}' is stored in FP8 only and sharded by FSDP2, and its gradient "
@@ -190,8 +188,7 @@ def connect_frozen(groups: list[Any]) -> int:
                 continue
             held += 1
             if not isinstance(local(param.sharded_param), Float8FrozenWeight):
-                are_experts = isinstance(module, Float8Experts)
-                kind = FrozenExpertGather if are_experts else FrozenGather
+                kind = FrozenExpertGather if isinstance(module, Float8Experts) else FrozenGather
                 gathered.append(kind(param, group, module))
     if gathered:
         make_scales(gathered)
@@ -202,8 +199,7 @@ def connect_frozen(groups: list[Any]) -> int:
 
 def is_frozen(param: Any) -> bool:
     """Return whether FSDP's record is of a weight that should be stored only in FP8."""
-    module = param._module_info.module
-    return can_be_frozen(param) and bool(module.fp8.frozen)
+    return can_be_frozen(param) and bool(param._module_info.module.fp8.frozen)
 
 
 def can_be_frozen(param: Any) -> bool:
@@ -212,11 +208,9 @@ def can_be_frozen(param: Any) -> bool:
     It must be the weight of a single FP8 layer, sharded by rows, or a fused weight, sharded by
     experts.
     """
-    info = param._module_info
+    info, shards = param._module_info, hasattr(param.mesh_info, "shard_process_group")
     if is_expert_weight(info.module, info.param_name):
-        shards = hasattr(param.mesh_info, "shard_process_group")
         return shards and why_not_gathered(param) is None
     if not isinstance(info.module, Float8Layer) or info.param_name != "weight":
         return False
-    by_rows = hasattr(param.mesh_info, "shard_process_group") and param.fsdp_placement.dim == 0
-    return by_rows and not info.shared_modules
+    return shards and param.fsdp_placement.dim == 0 and not info.shared_modules

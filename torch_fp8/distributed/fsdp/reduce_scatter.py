@@ -213,8 +213,7 @@ class Float8Replicas:
         if buffer.dtype not in DTYPES or not self._exchanges["replicas"]:
             return self.group.allreduce(tensors, options)
         factor = factor_of(options.reduceOp, self.size())
-        runs = self._structures.of(buffer.numel())
-        for _ in average_runs(buffer, runs, self.group, factor):
+        for _ in average_runs(buffer, self._structures.of(buffer.numel()), self.group, factor):
             pass
         return None
 

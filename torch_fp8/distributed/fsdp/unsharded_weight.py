@@ -112,8 +112,7 @@ class UnshardedFloat8Weight(QuantizableTensor):
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "UnshardedFloat8Weight":
         spec, dtype = context
-        payload = Payload(inner["qdata"], inner["scale"], spec)
-        return UnshardedFloat8Weight(payload, dtype)
+        return UnshardedFloat8Weight(Payload(inner["qdata"], inner["scale"], spec), dtype)
 
     @property
     def qdata(self) -> Tensor:

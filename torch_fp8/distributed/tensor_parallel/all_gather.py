@@ -63,8 +63,7 @@ def pack_shard(
     Returns:
         (B,) uint8, with the same length on every rank.
     """
-    payload = quantized.qdata.view(torch.uint8).view(shape)
-    parts = [_padded(payload, shards)]
+    parts = [_padded(quantized.qdata.view(torch.uint8).view(shape), shards)]
     if spec.granularity != "tensorwise":
         exponents = exponent_bytes(quantized.scale)
         per_row = _scales_per_row(spec, shape[-1])
@@ -270,8 +269,7 @@ def gather_activation(
     """
     rows = shard.reshape(-1, shard.shape[-1])  # (..., C) -> (rows, C)
     quantized = quantize(rows, spec, scale)
-    message = pack_shard(quantized, shard.shape, shards, spec)
     source = GatheredInput(spec, shards if gather_again else None)
-    gather = Gather(message, shards, spec, scale)
+    gather = Gather(pack_shard(quantized, shard.shape, shards, spec), shards, spec, scale)
     gather.part = (rows, quantized) if keep_part else None
     return AllGatheredFloat8Tensor(gather, source, shards.shape, dtype)
