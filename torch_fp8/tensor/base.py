@@ -88,13 +88,11 @@ class QuantizableTensor(Tensor):
         """
         return None
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> "tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None":
+    def before_cast(self, payloads: Payloads) -> "tuple[Tensor, Payloads, int] | None":
         """Return the high-precision matrix that this rank cast, for a monitor that compares them.
 
         Args:
-            row, col: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
+            payloads: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
         Returns:
             The matrix, the payloads that contain it, and the index of its first row in them, or
             None if the matrix no longer exists.
@@ -111,9 +109,7 @@ class QuantizableTensor(Tensor):
 
     @classmethod
     @torch._disable_dynamo  # imports torch._dynamo at the first call
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else None
         if isinstance(x, cls):

@@ -127,9 +127,7 @@ class Encoded(Readable):
 
     @classmethod
     @torch._disable_dynamo  # imports torch._dynamo at the first call
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.is_inference_mode_enabled():
             return _dispatch(func, args, kwargs or {})
         with torch.inference_mode(False), torch.no_grad():  # aliases and views outlive it

@@ -322,9 +322,8 @@ def is_opaque(x: Tensor) -> bool:
 
 def matrix(x: Tensor) -> Tensor:
     """Return x (..., C) as a plain tensor (R, C)."""
-    if isinstance(x, QuantizableTensor):
-        return x.matrix()
-    return x.reshape(-1, x.shape[-1])  # a view where strides allow
+    # A view where strides allow.
+    return x.matrix() if isinstance(x, QuantizableTensor) else x.reshape(-1, x.shape[-1])
 
 
 def with_source(x: Tensor, source: Any) -> Tensor:

@@ -196,9 +196,7 @@ def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]], wide: bool =
         if writes:
             written.append((x, dense))
         return dense
-    if isinstance(x, (list, tuple)):
-        return [_dense(y, writes, written, wide) for y in x]
-    return x
+    return [_dense(y, writes, written, wide) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def _widened(x: Any, written: list[tuple[Any, Tensor]]) -> Any:

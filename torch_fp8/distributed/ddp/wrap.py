@@ -91,7 +91,15 @@ def ddp_options(
     beside: set[Tensor] = set()
     if ours and not asked:
         exchanges = _chosen(module, _config_of(ours), _process_group(settings), agree=True)
-        beside = _averaged_beside(ours, exchanges["average"])
+        # DDP's buckets have the dtype that a weight reads as, so it gets neither the weights with
+        # 8-bit gradients nor split weights whose gradients travel in FP8.
+        beside = {
+            p
+            for o in ours
+            for _, _, p in o.indexed_parameters()
+            if o.has_fp8_gradient(p)
+            or (isinstance(p, SplitWeight) and p.requires_grad and exchanges["average"])
+        }
     trained = [p for p in module.parameters() if p.requires_grad]
     if trained and beside.issuperset(trained):  # DDP refuses to ignore all parameters
         smallest = min(trained, key=Tensor.numel)
@@ -224,23 +232,6 @@ def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str
     if not optimizer.fp8_layers:
         optimizer.fp8_why_bf16_gradients = reason
     attach_slots(optimizer)
-
-
-def _averaged_beside(optimizers: list[ConvertedOptimizer], in_8_bits: bool) -> set[Tensor]:
-    """Return the weights to exclude from DDP, whose buckets have the dtype that a weight reads as.
-
-    These are weights with 8-bit gradients, and split weights whose gradients travel in FP8.
-
-    Args:
-        optimizers: the optimizers that train the model.
-        in_8_bits: whether gradients travel in FP8.
-    """
-    return {
-        p
-        for o in optimizers
-        for _, _, p in o.indexed_parameters()
-        if o.has_fp8_gradient(p) or (isinstance(p, SplitWeight) and p.requires_grad and in_8_bits)
-    }
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:

@@ -71,14 +71,12 @@ class UnshardedFloat8Weight(QuantizableTensor):
         col = transposed_or_recast(row, spec, after) if columnwise else None
         return row if rowwise else None, col
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
+    def before_cast(self, payloads: Payloads) -> tuple[Tensor, Payloads, int] | None:
         """Return this rank's shard, whose rows are a part of the payloads' rows."""
         if self.payload.shard is None:
             return None
         shard, first = self.payload.shard()
-        return shard, row, col, first
+        return shard, payloads, first
 
     def rowwise(self) -> QuantizedTensor:
         """The weight (N, K), quantized along K."""

@@ -211,14 +211,13 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         """Return the gathered payloads, whatever scale the layer would use."""
         return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
+    def before_cast(self, payloads: Payloads) -> tuple[Tensor, Payloads, int] | None:
         """Return this rank's part and its gathered bytes, from which all payloads are made."""
+        row, _ = payloads
         if self.gather.part is None or (row is not None and row is not self.gather.result()):
             return None
         source, payload = self.gather.part
-        return source, payload, None, 0
+        return source, (payload, None), 0
 
     def saved_for_backward(self) -> tuple[Tensor, Tensor | None, SavedInput]:
         """Return the rank's own bytes or the whole payload, the scale (or None), and the source."""
