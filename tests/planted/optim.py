@@ -55,8 +55,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/state.py", f"{_TESTS}/test_state_forms.py"): (
         "a step count that is no tensor is loaded as zero",
-        'else torch.tensor(float(step), device="cpu", dtype=torch.float32)',
-        'else torch.zeros((), device="cpu", dtype=torch.float32)',
+        'torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu")',
+        'torch.zeros((), dtype=torch.float32, device="cpu")',
     ),
     ("torch_fp8/optim/residual.py", f"{_TESTS}/test_state_forms.py"): (
         "a whole residual gives all shards the first rows",

@@ -212,14 +212,9 @@ def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> Optimizer
     """Update the fields of `report` that wrapping can change: 8-bit gradients and hooks."""
     if not isinstance(optimizer, ConvertedOptimizer):
         return report
-    return replace(
-        report,
-        num_fp8_gradients=sum(
-            optimizer.has_fp8_gradient(p) for *_, p in optimizer.indexed_parameters()
-        ),
-        why_bf16_gradients=optimizer.fp8_why_bf16_gradients,
-        num_hooks_restored=optimizer.fp8_hooks_restored,
-    )
+    num = sum(optimizer.has_fp8_gradient(p) for *_, p in optimizer.indexed_parameters())
+    why, hooks = optimizer.fp8_why_bf16_gradients, optimizer.fp8_hooks_restored
+    return replace(report, num_fp8_gradients=num, why_bf16_gradients=why, num_hooks_restored=hooks)
 
 
 def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -> None:

@@ -177,11 +177,9 @@ def releases(optimizer: ConvertedOptimizer) -> bool:
 
 def steps_by_shards(parameter: Tensor) -> bool:
     """Return whether a weight is a matrix sharded by rows."""
-    return (
-        isinstance(parameter, DTensor)
-        and parameter.ndim == 2
-        and all(p.is_replicate() or p.is_shard(0) for p in parameter.placements)
-    )
+    if not isinstance(parameter, DTensor) or parameter.ndim != 2:
+        return False
+    return all(p.is_replicate() or p.is_shard(0) for p in parameter.placements)
 
 
 def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:

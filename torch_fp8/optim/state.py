@@ -141,12 +141,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
     entry = {
         name: part_of(parameter, x) if isinstance(x, Tensor) else x for name, x in entry.items()
     }
-    step = entry["step"]
-    step = (
-        step.detach().float().cpu().clone()
-        if isinstance(step, Tensor)
-        else torch.tensor(float(step), device="cpu", dtype=torch.float32)
-    )
+    step = torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu").detach().clone()
     if not is_large(parameter) or not shards_rows(parameter):
         entry = decoded(entry)
     state = {**new_state(parameter), "step": step}

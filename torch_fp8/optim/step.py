@@ -200,6 +200,7 @@ def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
         return
     weights = [_full_precision(entry.parameter) for entry in entries]
     beta1, beta2 = group["betas"]
+    names = "decoupled_weight_decay", "weight_decay", "eps", "maximize"
     adam(
         weights,
         [local(e.grad).to(w.dtype) for e, w in zip(entries, weights, strict=True)],
@@ -208,14 +209,11 @@ def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
         [],
         [entry.state["step"] for entry in entries],
         has_complex=any(weight.is_complex() for weight in weights),
-        decoupled_weight_decay=group["decoupled_weight_decay"],
         amsgrad=False,
         beta1=float(beta1),
         beta2=float(beta2),
         lr=float(group["lr"]),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
+        **{name: group[name] for name in names},
     )
     for entry, weight in zip(entries, weights, strict=True):
         parameter = entry.parameter

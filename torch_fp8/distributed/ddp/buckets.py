@@ -246,11 +246,9 @@ class GradientBucket:
 
     def _empty_gradient(self, parameter: Tensor) -> Float8Grad:
         rows, cols = matrix_shape(parameter.shape)
-        parts = GradientParts(
-            torch.empty((rows, cols), dtype=torch.uint8, device=parameter.device),
-            torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=parameter.device),
-            torch.ones((), device=parameter.device, dtype=torch.float32),
-        )
+        codes, scales = (self._sent.new_empty((rows, n)) for n in (cols, num_groups(cols)))
+        one = torch.ones((), device=parameter.device, dtype=torch.float32)
+        parts = GradientParts(codes, scales, one)
         return Float8Grad(parts, parameter.shape, parameter.dtype, self._rounding(parameter))
 
 

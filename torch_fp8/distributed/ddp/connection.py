@@ -56,11 +56,8 @@ class Join(JoinHook):
         self.of_ddp.post_hook(is_last_joiner)
         reduced = frozenset() if self.reducer is None else self.reducer.parameters
         group, module = self.ddp.process_group, self.ddp.module
-        last = torch.tensor(
-            dist.get_rank(group) if is_last_joiner else -1,
-            dtype=torch.int64,
-            device=self.ddp.join_device,
-        )
+        rank = dist.get_rank(group) if is_last_joiner else -1
+        last = torch.tensor(rank, dtype=torch.int64, device=self.ddp.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
         broadcast_state(module, self.optimizers, reduced, group, int(last))
 

@@ -122,7 +122,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     for gather in every if exchanges["gather"] else ():
         gather.attach()
     scattered = [g for g in every_group if _connect_scatter(g, names, skipped, exchanges)]
-    replicated = [g for g in scattered if connect_replicas(g, exchanges)]
+    replicated = list(filter(connect_replicas, scattered))
     return FSDPReport(
         len(every) * exchanges["gather"],
         len(scattered) * exchanges["scatter"],

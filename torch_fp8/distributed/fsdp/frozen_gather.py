@@ -42,18 +42,10 @@ class FrozenGather(WeightGather):
         self._param_group.reshard()
         layer, shard = self.module, self.shard
         rows, dtype = shard.shape[0], shard.dtype
-        qdata, scale = self._quantized(shard.detach())
-        payload = FrozenPayload(
-            qdata.to(shard.device),
-            scale.to(shard.device),
-            self.spec,
-            f"{layer.fp8.name}.{self.fsdp_param._module_info.param_name}".lstrip("."),
-            dtype,
-            weakref.ref(layer),
-            self._place_in_block(rows),
-            self.rewrite,
-        )
-        frozen = Float8FrozenWeight(payload)
+        qdata, scale = (x.to(shard.device) for x in self._quantized(shard.detach()))
+        name = f"{layer.fp8.name}.{self.fsdp_param._module_info.param_name}".lstrip(".")
+        of_layer = name, dtype, weakref.ref(layer), self._place_in_block(rows), self.rewrite
+        frozen = Float8FrozenWeight(FrozenPayload(qdata, scale, self.spec, *of_layer))
         param = self.fsdp_param
         param.sharded_param._local_tensor = frozen
         param.sharded_param.requires_grad_(False)

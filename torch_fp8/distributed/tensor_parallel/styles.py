@@ -91,11 +91,10 @@ class Float8RowwiseParallel(RowwiseParallel):
     ) -> Any:
         if isinstance(mod, Float8Linear) and mod.runs_fp8:
             if outputs.placements != output_layouts:
-                outputs = (
-                    reduce(outputs, output_layouts[0], mod)
-                    if _gathers(mod)
-                    else outputs.redistribute(placements=output_layouts, async_op=True)
-                )
+                if _gathers(mod):
+                    outputs = reduce(outputs, output_layouts[0], mod)
+                else:
+                    outputs = outputs.redistribute(placements=output_layouts, async_op=True)
             if mod.bias is not None:
                 outputs = outputs + mod.bias.to(outputs.dtype)
             output_layouts = outputs.placements
@@ -187,10 +186,8 @@ def _consumer(module: nn.Module) -> Float8Linear | None:
     consumers = [
         layer
         for layer in module.modules()
-        if isinstance(layer, Float8Linear)
-        and _gathers(layer)
-        and isinstance(layer.weight, DTensor)
-        and layer.weight.placements[-1].is_shard(0)
+        if _gathers(layer) and isinstance(layer.weight, DTensor)
+        if layer.weight.placements[-1].is_shard(0)
     ]
     casts = {str(layer.fp8.recipe.input): layer.fp8.name for layer in consumers}
     if len(casts) > 1:
