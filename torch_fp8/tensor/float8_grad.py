@@ -39,6 +39,7 @@ from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.encoded import LIST_HANDLERS, plain
 from torch_fp8.tensor.quantized_state import Coded
+from torch_fp8.tensor.readable import on_dense
 
 _aten: Any = torch.ops.aten
 
@@ -138,7 +139,7 @@ def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     """Run GradScaler's unscaling: multiply by `inv_scale`, and set `found_inf` for Inf or NaN."""
     others = [g for g in grads if not isinstance(g, Float8Grad)]
     if others:
-        _UNSCALE(others, found_inf, inv_scale)
+        on_dense(_UNSCALE, (others, found_inf, inv_scale), {})
     for grad in grads:
         if isinstance(grad, Float8Grad):
             bad = has_nonfinite(grad.codes).to(found_inf)

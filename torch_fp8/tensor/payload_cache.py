@@ -113,8 +113,7 @@ class PayloadCache:
             return self.payload
         if capturing or not self.keeps_evaluation:
             return cast()
-        if version != self._version:
-            self.forget()
+        self.forget()
         with torch.inference_mode(False), torch.no_grad():
             payload = self._in_captured_memory(cast())
         self._version, self.payload, self.operand = version, payload, None
