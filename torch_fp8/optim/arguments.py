@@ -185,9 +185,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
     heads = high_precision_modules(model, config.skip)
     adapters = adapter_modules(model)
     adapters |= {m for name, m in model.named_modules() if _TRAINED_WITH_ADAPTERS.search(name)}
-    parents: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        parents |= dict.fromkeys(module.children(), module)
+    parents = {child: module for module in model.modules() for child in module.children()}
     reasons: dict[Tensor, str | None] = {}
     for tensor in _overlapping([*model.parameters(), *model.buffers()]):
         reasons[tensor] = "sharing memory with another parameter or buffer"

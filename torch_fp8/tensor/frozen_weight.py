@@ -17,6 +17,7 @@ themselves: ``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
 """
 
 import copy
+import operator
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
     """
 
     payload: FrozenPayload
+    qdata = property(operator.attrgetter("payload.qdata"))
+    scale = property(operator.attrgetter("payload.scale"))
 
     @staticmethod
     def __new__(cls: Any, payload: FrozenPayload, requires_grad: bool = False) -> Any:
@@ -82,14 +85,6 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
     def alias(self) -> "Float8FrozenWeight":
         return Float8FrozenWeight(self.payload)
-
-    @property
-    def qdata(self) -> Tensor:
-        return self.payload.qdata
-
-    @property
-    def scale(self) -> Tensor:
-        return self.payload.scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         payload = self.payload

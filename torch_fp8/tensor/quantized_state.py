@@ -175,8 +175,7 @@ def _zero(moment: Float8Moment) -> Float8Moment:
     return moment
 
 
-_HANDLERS: dict[Any, Any] = {torch.ops.aten.zero_.default: _zero}
-Float8Moment.handlers = QuantizedState.handlers | _HANDLERS
+Float8Moment.handlers = {**QuantizedState.handlers, torch.ops.aten.zero_.default: _zero}
 
 
 class Int8Momentum(QuantizedState):

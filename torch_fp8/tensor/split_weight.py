@@ -201,15 +201,9 @@ class SplitWeight(SplitTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return self.halves.flattened()
 
-    @property
-    def high(self) -> Tensor:
-        return self.halves.high
-
-    @property
-    def residual(self) -> Tensor | None:
-        return self.halves.residual
-
     # Inputs of graphs, which each call reads.
+    high = property(lambda self: self.halves.high)
+    residual = property(lambda self: self.halves.residual)
     fp8_amax = property(lambda self: self.halves.graph_amax())
     fp8_payload = property(lambda self: self.halves.graph_payload().qdata)
     fp8_scale = property(lambda self: self.halves.graph_payload().scale)

@@ -8,6 +8,7 @@ FSDP frees gathered memory by resizing the storage, and fills it again at the ne
 weight and its aliases share one `Payload`, whose scale is replaced at that time.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ class UnshardedFloat8Weight(QuantizableTensor):
     """
 
     payload: Payload
+    qdata = property(operator.attrgetter("payload.qdata"))
+    scale = property(operator.attrgetter("payload.scale"))
     views = (*QuantizableTensor.views, torch.ops.aten.as_strided.default)
 
     __torch_function__ = torch.nn.Parameter.__torch_function__
@@ -111,14 +114,6 @@ class UnshardedFloat8Weight(QuantizableTensor):
     ) -> "UnshardedFloat8Weight":
         spec, dtype = context
         return UnshardedFloat8Weight(Payload(inner["qdata"], inner["scale"], spec), dtype)
-
-    @property
-    def qdata(self) -> Tensor:
-        return self.payload.qdata
-
-    @property
-    def scale(self) -> Tensor:
-        return self.payload.scale
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.dequantize())
