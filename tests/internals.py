@@ -50,7 +50,7 @@ _NAMES = {
     ),
     "torch_fp8.distributed.fsdp.split_weights": "param_groups reshard",
     "torch_fp8.distributed.fsdp.unsharded_weight": (
-        "Payload UnshardedFloat8Weight exponent_bytes powers_of_two"
+        "Payload UnshardedFloat8Weight exponent_bytes powers_of_two transposed_or_recast"
     ),
     "torch_fp8.distributed.links": "Exchanges Times",
     "torch_fp8.distributed.tensor_parallel.all_gather": "Shards gather_activation",

@@ -33,8 +33,11 @@ REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 
 _SAVED_BITS = (RESIDUAL_BITS, 4, 0)
 """The residual bits of saved large weights; 0.1.0 also wrote 4 and 0."""
-_STOCK_OPTIONS = {"version": FORMAT_VERSION, "seed": 0, "residual_bits": RESIDUAL_BITS}
-"""Options that stand for those of a stock checkpoint."""
+
+
+def saved_options(seed: int, **others: Any) -> dict[str, Any]:
+    """Return the options that key the rounding, and others, for a checkpoint."""
+    return {"version": FORMAT_VERSION, "residual_bits": RESIDUAL_BITS, "seed": seed, **others}
 
 
 def entries(
@@ -91,7 +94,7 @@ def _problems(state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]])
                 f"{group[option]!r}, which 8-bit states do not support; continue with "
                 "FP8Config(opt_level='O1')"
             )
-    options = state_dict.get(OPTIONS_KEY, _STOCK_OPTIONS)
+    options = state_dict.get(OPTIONS_KEY, saved_options(0))  # a stock checkpoint has none
     yield from (f"state_dict[{OPTIONS_KEY!r}]{problem}" for problem in _of_options(options))
     for saved_id in itertools.chain.from_iterable(group["params"] for group in groups):
         if not isinstance(states.get(saved_id, {}), Mapping | None):

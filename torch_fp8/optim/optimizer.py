@@ -18,12 +18,12 @@ from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import (
-    FORMAT_VERSION,
     OPTIONS_KEY,
     RESIDUALS_KEY,
     check_state_dict,
     entries,
     has_residual,
+    saved_options,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure
 from torch_fp8.optim.gradient_slot import attach_slots, finish_release
@@ -51,7 +51,6 @@ from torch_fp8.optim.step import (
     step_large,
     step_small,
 )
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS
@@ -175,12 +174,8 @@ class Float8Optimizer(ConvertedOptimizer):
                 packed["state"][i] = to_checkpoint(parameters[i], state, encoded=encoded) | own
         # Not in state or param_groups: torch.distributed.checkpoint needs each of their keys in
         # the file that it loads.
-        packed[OPTIONS_KEY] = {
-            "version": FORMAT_VERSION,
-            "residual_bits": RESIDUAL_BITS,
-            "seed": self.fp8_config.seed,
-            **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
-        }
+        formats = {FORMATS_KEY: STATE_FORMATS} if encoded else {}
+        packed[OPTIONS_KEY] = saved_options(self.fp8_config.seed, **formats)
         packed[RESIDUALS_KEY] = residuals  # of weights that were not stepped yet
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -36,11 +36,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
+from torch_fp8.optim.checkpoint import OPTIONS_KEY, saved_options
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, stock_name, unhooked
 from torch_fp8.optim.gradient_slot import attach_slots
 from torch_fp8.optim.state import shard_origin
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import refused_addresses
@@ -117,12 +116,7 @@ class SplitOptimizer(ConvertedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's own state dict, with the options that key the rounding."""
         packed: dict[str, Any] = super().state_dict()
-        packed[OPTIONS_KEY] = {
-            "version": FORMAT_VERSION,
-            "residual_bits": RESIDUAL_BITS,
-            "seed": self.fp8_config.seed,
-            "steps": self.fp8_steps,
-        }
+        packed[OPTIONS_KEY] = saved_options(self.fp8_config.seed, steps=self.fp8_steps)
         if self._meshes() and self.fp8_steps:
             # torch.distributed.checkpoint saves only states and groups. Of what an optimizer does
             # not have before its first step, it loads 1-D tensors alone.

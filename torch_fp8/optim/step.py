@@ -163,9 +163,8 @@ def _with_payload(matrix: WeightMatrix, halves: Halves) -> WeightMatrix:
         return matrix
     from torch_fp8.kernels.adamw import writes_payload
 
-    by_step = WeightPayload(
-        payload.granularity, cast.spec.power_of_two, payload.qdata, payload.scale
-    )
+    qdata, scale, granularity = payload
+    by_step = WeightPayload(granularity, cast.spec.power_of_two, qdata, scale)
     return matrix._replace(payload=by_step) if writes_payload(matrix, by_step) else matrix
 
 

@@ -85,10 +85,6 @@ class UnshardedFloat8Weight(QuantizableTensor):
         """The weight (N, K), quantized along K."""
         return gathered_rowwise(self, self.payload.spec)
 
-    def columnwise(self) -> QuantizedTensor:
-        """The transposed weight (K, N), quantized along N; see `transposed_or_recast`."""
-        return transposed_or_recast(self.rowwise(), self.payload.spec)
-
     def dequantize(self) -> Tensor:
         """Return a plain tensor of this shape and dtype."""
         return dequantize(self.rowwise(), self.dtype)
