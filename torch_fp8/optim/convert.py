@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,6 @@ from torch_fp8.optim.split_optimizer import (
     SplitOptimizer,
     join_parameters,
     reason_to_keep_weights,
-    split_parameters,
 )
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.quantization.argument_types import check_arguments
@@ -45,7 +45,7 @@ from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.readable import REFERRED, swappable
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
@@ -173,12 +173,29 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
             stay.append(reason)
             continue
         to_split.append(parameter)
-    split_parameters(dict.fromkeys(to_split))
+    _split(dict.fromkeys(to_split))
     if model is not None:
         _keep_dtypes(optimizer, model)
     _convert_gradients(optimizer, model)
     num_split += len(to_split)
     return {"num_split": num_split, "num_float32": len(stay), "why_float32": _in_words(stay)}
+
+
+def _split(parameters: Iterable[Tensor]) -> None:
+    """Split each float32 Parameter (`torch_fp8.tensor.split_weight`).
+
+    If that fails for one of them, for example for lack of memory, those before it are joined again.
+
+    Args:
+        parameters: leaves that are not sharded and that torch can swap (`swappable`).
+    """
+    split: list[Tensor] = []
+    try:
+        for parameter in parameters:
+            split.append(split_parameter(parameter))
+    except BaseException:
+        join_parameters(split)
+        raise
 
 
 def _in_words(reasons: list[str]) -> str | None:

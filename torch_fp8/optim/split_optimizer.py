@@ -47,7 +47,7 @@ from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.readable import REFERRED, swappable
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of, join_parameter, split_parameter
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of, join_parameter
 from torch_fp8.tensor.wide_grad import WideGrad
 
 STEPS = "fp8_steps"
@@ -185,23 +185,6 @@ def _within(value: Any, depth: int) -> Iterator[Any]:
             yield from _within(item, depth - 1)
     else:
         yield value
-
-
-def split_parameters(parameters: Iterable[Tensor]) -> None:
-    """Split each float32 Parameter (`torch_fp8.tensor.split_weight`).
-
-    If that fails for one of them, for example for lack of memory, those before it are joined again.
-
-    Args:
-        parameters: leaves that are not sharded and that torch can swap (`swappable`).
-    """
-    split: list[Tensor] = []
-    try:
-        for parameter in parameters:
-            split.append(split_parameter(parameter))
-    except BaseException:
-        join_parameters(split)
-        raise
 
 
 def join_parameters(parameters: Iterable[Tensor]) -> int:
