@@ -193,9 +193,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
         if type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.is_shared():
             reasons[tensor] = "sharing memory with other processes"
     for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             reason = None
             if module not in heads:
                 of_adapters = "of adapters" if module in adapters else None

@@ -34,11 +34,7 @@ from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport
 from torch_fp8.optim.residual import drop_residuals
-from torch_fp8.optim.split_optimizer import (
-    SplitOptimizer,
-    join_parameters,
-    reason_to_keep_weights,
-)
+from torch_fp8.optim.split_optimizer import SplitOptimizer, join_parameters, reason_to_keep_weights
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.options import given

@@ -102,8 +102,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def _halves(self) -> list[tuple[int, Halves]]:
         """Return (index, halves) for each split weight."""
-        pairs = ((i, halves_of(parameter)) for i, _, parameter in self.indexed_parameters())
-        return [(i, halves) for i, halves in pairs if halves is not None]
+        return [(i, h) for i, _, p in self.indexed_parameters() if (h := halves_of(p)) is not None]
 
     def set_config(self, config: FP8Config) -> None:
         """Set the parts of a configuration that apply to weights and gradients."""
@@ -126,8 +125,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def _meshes(self) -> set[DeviceMesh]:
         """Return the meshes of sharded parameters."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+        return {p.device_mesh for _, _, p in self.indexed_parameters() if isinstance(p, DTensor)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of the user's original optimizer."""

@@ -85,15 +85,12 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
-    large = is_large(parameter)
-    dtype = small_dtype(parameter)
+    large, dtype = is_large(parameter), small_dtype(parameter)
     for name, format in MOMENT_FORMATS.items():
         value = state[name]
         shard = local(value)
-        if large:
-            settled = isinstance(shard, Float8Moment)
-        else:
-            settled = value.dtype == dtype and shard.__class__ is Tensor
+        is_plain = value.dtype == dtype and shard.__class__ is Tensor
+        settled = isinstance(shard, Float8Moment) if large else is_plain
         if settled and shard.shape == local(parameter).shape:
             continue
         if value.shape not in (parameter.shape, local(parameter).shape):

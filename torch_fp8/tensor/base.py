@@ -103,6 +103,9 @@ class QuantizableTensor(Tensor):
         """Return this tensor in another shape with the same last dimension."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
         """Raise RuntimeError if `func` would write to such a tensor."""

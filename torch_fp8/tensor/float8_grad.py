@@ -98,9 +98,7 @@ class Float8Grad(Coded):
     def store(self, x: Tensor, *, exchanged: bool = False) -> None:
         """Encode `x`, of this shape, in place; for `exchanged` see `quantize`."""
         keys = self.rounding.next_exchanged() if exchanged else self.rounding.next()
-        encoded = quantize_gradient(self._matrix(x), keys)
-        for target, part in zip(self.codes, encoded, strict=True):
-            target.copy_(part)
+        torch._foreach_copy_(self.codes, quantize_gradient(self._matrix(x), keys))
 
     def take(self, x: Tensor) -> None:
         # Aliases keep the old parts.
@@ -196,8 +194,7 @@ def _zero(grad: Any) -> Any:
 
 def _copy(grad: Any, source: Tensor, non_blocking: bool = False) -> Any:
     if type(source) is type(grad) and source.shape == grad.shape:
-        for target, part in zip(grad.codes, source.codes, strict=True):
-            target.copy_(part, non_blocking)
+        torch._foreach_copy_(grad.codes, source.codes, non_blocking)
     else:
         grad.store(source)
     return grad

@@ -54,6 +54,10 @@ class WeightGather:
         made: the event in the stream that computed it, or None on the CPU.
     """
 
+    announced = _made_for_this_gather = False
+    made: Any = None
+    _scale: Tensor | None = None
+
     def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Layer) -> None:
         self.fsdp_param, self.module = fsdp_param, module
         self._param_group = param_group
@@ -62,10 +66,6 @@ class WeightGather:
         self.spec = module.fp8.recipe.weight
         self.siblings: list[WeightGather] = [self]
         self.exchanges = Exchanges()
-        self.announced = False
-        self._made_for_this_gather = False
-        self.made: Any = None
-        self._scale: Tensor | None = None
 
     @property
     def shard(self) -> Tensor:
@@ -240,13 +240,12 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     else:
         for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
             gather.write_amax(part.view(shape))
-    without_values = amax.is_meta  # a model whose values are loaded later
-    if not without_values:
+    if not amax.is_meta:  # as it is in a model whose values are loaded later
         amax = amax.to(gathers[0].device)
-    if amax.numel() and dist.get_world_size(group) > 1 and not without_values:
-        # A backend's maximum may drop a NaN, but keeps an Inf.
-        amax = torch.where(amax.isfinite(), amax, torch.inf)
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        if amax.numel() and dist.get_world_size(group) > 1:
+            # A backend's maximum may drop a NaN, but keeps an Inf.
+            amax = torch.where(amax.isfinite(), amax, torch.inf)
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     amaxes, specs = amax.split(sizes), [gather.spec for gather in gathers]
     if len(set(specs)) == 1:
         scales = scale_from_amax(amax, specs[0].format, specs[0].power_of_two).split(sizes)

@@ -149,15 +149,14 @@ class FrozenExpertGather(FrozenGather, ExpertGather):
     Each rank sends whole experts with their scales, and the transposes for backward.
     """
 
+    pre = ExpertGather.pre
+
     def _place_in_block(self, rows: int) -> int | None:
         return None
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         payload = quantize_stacked(rows, self.spec)
         return payload.qdata.contiguous(), payload.scale.contiguous()
-
-    def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        return ExpertGather.pre(self, shard)
 
     def _payload(self, shard: Tensor, flip: bool) -> QuantizedTensor:
         held = self._held().quantized

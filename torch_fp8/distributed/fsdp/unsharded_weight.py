@@ -117,10 +117,6 @@ class UnshardedFloat8Weight(QuantizableTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
-        shape = tuple(self.shape)
-        return f"UnshardedFloat8Weight(shape={shape}, dtype={self.dtype}, {self.payload.spec})"
-
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
         values = {s.name: a for s, a in zip(func._schema.arguments, args, strict=False)} | kwargs

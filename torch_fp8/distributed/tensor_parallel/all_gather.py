@@ -161,13 +161,12 @@ class GatheredInput(SavedInput):
     def columnwise(self, qdata: Tensor, scale: Tensor | None) -> QuantizedTensor:
         """Return the transposed input (C, M), quantized along M; call `start` first."""
         if self.shards is None:
-            return transposed_or_recast(
-                QuantizedTensor(qdata, scale, self.spec.granularity), self.spec
-            )
-        row = self._gather.result()
-        self.users -= 1
-        if self.users <= 0:
-            self._gather = None
+            row = QuantizedTensor(qdata, scale, self.spec.granularity)
+        else:
+            row = self._gather.result()
+            self.users -= 1
+            if self.users <= 0:
+                self._gather = None
         return transposed_or_recast(row, self.spec)
 
 
@@ -239,10 +238,6 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
             "torch.compile cannot trace FP8 gathers: exclude the parallel layers with "
             "torch.compiler.disable, or gather in 16 bits with FP8Config(communication='off')"
         )
-
-    def __repr__(self) -> str:
-        shape = tuple(self.shape)
-        return f"AllGatheredFloat8Tensor(shape={shape}, dtype={self.dtype}, {self.gather.spec})"
 
 
 def gather_activation(
