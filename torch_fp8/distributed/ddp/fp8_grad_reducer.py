@@ -80,6 +80,7 @@ class Float8GradReducer:
         self._group, self._exchanges = group, exchanges or Exchanges()
         self.rank = dist.get_rank(group)
         self._stream = CommunicationStream()
+        self._overlaps = self._order[0].is_cuda
         self._start()
 
     def _start(self) -> None:
@@ -196,7 +197,7 @@ class Float8GradReducer:
         slots = {parameter: self._slots[parameter] for parameter in parameters}
         with self._stream.beside(parameters[0].device):
             self._in_flight.append(GradientBucket(slots, self._group))
-            if parameters[0].is_cuda:
+            if self._overlaps:
                 if len(self._in_flight) > 1:
                     self._in_flight[-2].gather()
                 if len(self._in_flight) > 2:
