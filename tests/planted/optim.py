@@ -32,8 +32,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/gradient_slot.py", f"{_TESTS}/test_grad_hooks.py"): (
         "an optimizer that takes over a gradient loses its exchange",
-        "            self._optimizer = weakref.ref(optimizer)\n",
-        "            self._optimizer, self.exchange = weakref.ref(optimizer), None\n",
+        "        slot._optimizer = weakref.ref(optimizer)\n",
+        "        slot._optimizer, slot.exchange = weakref.ref(optimizer), None\n",
     ),
     ("torch_fp8/optim/gradient_slot.py", f"{_TESTS}/test_rounding_streams.py"): (
         "8-bit gradients of all shards round alike",

@@ -79,12 +79,6 @@ class GradientSlot:
     exchange: Any = None
     _optimizer: Callable[[], Any] = staticmethod(lambda: None)
 
-    def serve(self, optimizer: Any, index: int) -> None:
-        """Set the optimizer that steps the parameter."""
-        if not self.belongs_to(optimizer):
-            self._optimizer = weakref.ref(optimizer)
-        self.index = index
-
     @torch.compiler.disable  # a compiled function that calls loss.backward() would trace it
     @torch.no_grad()
     def arrived(self, parameter: Tensor) -> None:
@@ -193,7 +187,9 @@ def give_slot(optimizer: Any, index: int, parameter: Tensor) -> GradientSlot:
         parameter.requires_grad_(True)  # also a frozen weight, which may be trained later
         parameter.register_post_accumulate_grad_hook(slot)
         parameter.requires_grad_(trained)
-    slot.serve(optimizer, index)
+    if not slot.belongs_to(optimizer):
+        slot._optimizer = weakref.ref(optimizer)
+    slot.index = index
     return slot
 
 
