@@ -177,7 +177,11 @@ class LazySource:
         new_row, new_col = rowwise and old_row is None, columnwise and old_col is None
         if new_row or new_col:
             options = self._options(quantizer, old_row or old_col, new_row, new_col)
-            made_row, made_col = self._make(options)
+            if self.plain is None:
+                self._check_sources()
+                made_row, made_col = self.producer.layouts(options)
+            else:
+                made_row, made_col = quantize_layouts(self.plain, options)
             if options.scale is not None and options.amax is not None:
                 self._note(options.amax)
             old_row, old_col = old_row or made_row, old_col or made_col
@@ -231,12 +235,6 @@ class LazySource:
         self.payloads[quantizer.spec] = made
         if quantizer.source.scale is not None and quantizer.source.slot is not None:
             self._note(quantizer.source.slot)
-
-    def _make(self, options: CastOptions) -> Payloads:
-        if self.plain is not None:
-            return quantize_layouts(self.plain, options)
-        self._check_sources()
-        return self.producer.layouts(options)
 
     def _check_written(self) -> None:
         if self.written_by is not None:
