@@ -142,9 +142,7 @@ def _keep_states(
 
 
 def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> dict[str, Any]:
-    """Split weights, and quantize their gradients; return the `OptimizerReport` fields of both
-    the split weights and the large float32 weights.
-    """
+    """Split weights, and quantize gradients; return the fields of the report that count weights."""
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = _wrapped(model)
