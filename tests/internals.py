@@ -50,7 +50,7 @@ _NAMES = {
     ),
     "torch_fp8.distributed.fsdp.split_weights": "param_groups reshard",
     "torch_fp8.distributed.fsdp.unsharded_weight": (
-        "Payload UnshardedFloat8Weight exponent_bytes powers_of_two"
+        "Payload UnshardedFloat8Weight exponent_bytes powers_of_two transposed_or_recast"
     ),
     "torch_fp8.distributed.links": "Exchanges Times",
     "torch_fp8.distributed.tensor_parallel.all_gather": "Shards gather_activation",
@@ -99,7 +99,7 @@ _NAMES = {
     "torch_fp8.nn.transformer_engine": "TransformerEngineLinear",
     "torch_fp8.optim.arguments": "reasons_to_stay",
     "torch_fp8.optim.convert": "gradients_report",
-    "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight multiply_half",
+    "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight hide_weights",
     "torch_fp8.optim.gradient_slot": "GradientSlot slot_of",
     "torch_fp8.optim.merged_state": "whole_weights",
     "torch_fp8.optim.muon": "BUFFER MuonOptimizer",
@@ -131,18 +131,17 @@ _NAMES = {
     "torch_fp8.tensor.float8_grad": "Float8Grad",
     "torch_fp8.tensor.frozen_payload": "FP8Weight FrozenPayload freeze_tensor",
     "torch_fp8.tensor.frozen_weight": "Float8FrozenWeight frozen_parameter",
-    "torch_fp8.tensor.halves": "Halves split_matrix",
+    "torch_fp8.tensor.halves": "Halves PayloadCast split_matrix",
     "torch_fp8.tensor.lazy_quantized": "LazyQuantizedTensor",
     "torch_fp8.tensor.payload_cache": "PayloadCache",
-    "torch_fp8.tensor.payload_cast": "PayloadCast",
     "torch_fp8.tensor.quantized_state": "Float8Moment Int8Momentum",
     "torch_fp8.tensor.quantizer": "Quantizer WeightQuantizer",
+    "torch_fp8.tensor.readable": "swappable",
     "torch_fp8.tensor.released_grad": "ReleasedGrad is_released",
     "torch_fp8.tensor.split_shard": "SplitShard",
     "torch_fp8.tensor.split_weight": (
         "SplitTensor SplitWeight halves_of join_parameter split_parameter stored"
     ),
-    "torch_fp8.tensor.swap": "swappable",
     "torch_fp8.tensor.weight_half": "half",
     "torch_fp8.tensor.wide_grad": "WideGrad",
     "torch_fp8_tools.cli": "_parser main",
@@ -239,7 +238,6 @@ _MODULES = {
     "optimizer_step": "torch_fp8.optim.step",
     "output_layer": "torch_fp8.nn.output_layer",
     "payload_cache": "torch_fp8.tensor.payload_cache",
-    "payload_cast": "torch_fp8.tensor.payload_cast",
     "plan_steps": "torch_fp8_tools.plan.counts",
     "producer": "torch_fp8.tensor.producer",
     "quantize_beside": "torch_fp8.kernels.quantize_beside",
