@@ -19,7 +19,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.class_swap import own_child, user_class
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
-from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.rms_norm import RMSNormSpec
-from torch_fp8.nn.trial_reads import Recorder, TrialReads, computes_alike
+from torch_fp8.nn.trial_reads import Found, Recorder, computes_alike
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _TRIED = (
@@ -47,18 +46,11 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**
 """The module may round to the narrower dtype twice; we round once."""
 
 
-class FoundNorm(NamedTuple):
-    """An RMSNorm: its formula, and what its forward read in the trials that show it."""
-
-    spec: RMSNormSpec
-    reads: TrialReads
-
-
-_norms: dict[Hashable, list[FoundNorm]] = {}
+_norms: dict[Hashable, list[Found]] = {}
 """Norms found so far, by class and size; equal norms are tried only once."""
 
 
-def find_rms_norm(module: nn.Module) -> FoundNorm | None:
+def find_rms_norm(module: nn.Module) -> Found | None:
     """Return the formula of an RMSNorm, or None if the module is not one."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
@@ -93,7 +85,7 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
 
 @_disable_current_modes()  # real tensors, even if the model has fake ones
 @torch.inference_mode(False)  # also enables gradients
-def _tried_norm(module: nn.Module, eps: float, size: int) -> FoundNorm | None:
+def _tried_norm(module: nn.Module, eps: float, size: int) -> Found | None:
     """Return the spec whose results equal the module's own forward on the CPU.
 
     They are equal in all dtypes, training or not, for values of all magnitudes, and have the same
@@ -105,8 +97,7 @@ def _tried_norm(module: nn.Module, eps: float, size: int) -> FoundNorm | None:
         return None
     for spec in (RMSNormSpec(eps, o, p) for o in (0.0, 1.0) for p in (True, False)):
         if all(_agrees(recorder, spec, size, *dtypes) for dtypes in _TRIED):
-            reads = recorder.reads()
-            return None if reads is None else FoundNorm(spec, reads)
+            return recorder.found(spec)
     return None
 
 
@@ -178,18 +169,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """What down reads, as a function of gate and up, (N,) each."""
 
 
-class FoundMLP(NamedTuple):
-    """A gated MLP: the names of its layers, and what its forward read in the trial."""
-
-    spec: GatedMLPSpec
-    reads: TrialReads
-
-
-def find_gated_mlp(module: nn.Module) -> FoundMLP | None:
+def find_gated_mlp(module: nn.Module) -> Found | None:
     """Return what a gated MLP consists of, or None if the module computes anything else."""
     spec, recorder = _tried(module, lambda product: _is(product, lambda g, u: F.silu(g) * u))
-    reads = None if recorder is None else recorder.reads()
-    return None if spec is None or reads is None else FoundMLP(spec, reads)
+    return None if recorder is None else recorder.found(spec)
 
 
 def find_gated_layers(module: nn.Module) -> GatedMLPSpec | None:
@@ -299,8 +282,8 @@ def _layer_in(child: nn.Module) -> nn.Linear | None:
     return max(layers, key=lambda m: m.in_features * m.out_features, default=None)
 
 
-def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:
-    """Return the down projections of the gated MLPs of a model, with the names of the MLPs.
+def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> set[nn.Module]:
+    """Return the down projections of the gated MLPs of a model.
 
     If an adapter wraps such a layer, this is the base layer, PEFT's ``base_layer``.
 
@@ -308,15 +291,10 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
         model: any model.
         configs: configurations of the layers; the result is empty unless one has Smooth-SwiGLU.
     """
-    names: dict[nn.Module, str] = {}
     if not any(config.smooth_swiglu for config in configs):
-        return names
-    for name, module, spec in gated_mlps(model):
-        layer = getattr(module, spec.down)
-        layer = own_child(layer, "base_layer") or layer
-        if layer is not None and is_linear(layer):
-            names[layer] = name
-    return names
+        return set()
+    layers = (getattr(module, spec.down) for _, module, spec in gated_mlps(model))
+    return {own_child(layer, "base_layer") or layer for layer in layers}
 
 
 def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]]:

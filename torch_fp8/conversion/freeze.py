@@ -101,7 +101,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 def _config_of(layers: Sequence[RunsFP8]) -> FP8Config:
     """Return the configuration of a model, some of whose layers may have overrides."""
-    configs = [layer.fp8_config for layer in layers]
+    configs = [layer.fp8.config for layer in layers]
     return next((config for config in configs if config.overrides), configs[0])
 
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -193,9 +193,7 @@ def _layer(
     layer = nn.Linear(num_in, num_out, bias=bias is not None, device="meta")
     layer.weight, layer.bias = weight, bias
     if recipe is not None:
-        cls: Any = Float8Linear
-        layer.__class__ = cls
-        assert isinstance(layer, Float8Linear)
+        layer.__class__ = Float8Linear
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
         if kept is not None:
             split = split_parameter(nn.Parameter(weight.detach().float()))

@@ -105,10 +105,13 @@ def memory_report(
     counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
     optimizers = _optimizers(optimizer)
-    states = _by_category(optimizers, counted)
-    shards = map(local, counted)
-    scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
-    scales += [s for _, ss in gradients for s in ss]
+    wanted = set(counted)
+    states = [s for o in optimizers for p, s in o.state.items() if p in wanted]
+    moments = [v for s in states for v in s.values() if isinstance(v, Tensor) and v.ndim > 0]
+    encoded = [shard for shard in map(local, moments) if isinstance(shard, QuantizedState)]
+    frozen = [shard for shard in map(local, counted) if isinstance(shard, Float8FrozenWeight)]
+    scales = [s for _, ss in gradients for s in ss] + [x.scale for x in (*encoded, *frozen)]
+    residuals = [residual for p in counted if (residual := residual_of(p)) is not None]
     derived = [tensor for p in counted if (h := halves_of(p)) for tensor in h.kept]
     caches: list[PayloadCache] = []
     if parameters is None:
@@ -120,9 +123,9 @@ def memory_report(
         num_params=sum(local(p).numel() for p in {id(p): p for p in counted}.values()),
         weights=_num_bytes(counted),
         gradients=_num_bytes([codes for codes, _ in gradients]),
-        moments=_num_bytes(states["moments"]),
-        master=_num_bytes(states["master"]),
-        scales=_num_bytes([*states["scales"], *scales]),
+        moments=_num_bytes([getattr(local(v), "qdata", v) for v in moments]),
+        master=_num_bytes(residuals),
+        scales=_num_bytes(scales),
         caches=_num_bytes([*derived, *(t for cache in caches for t in cache.tensors)]),
     )
 
@@ -258,25 +261,6 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
         return []
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     return [without_wrapper(o) for o in given]
-
-
-def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
-    """Collect the tensors of these parameters' optimizer states, without 0-d counters."""
-    tensors_of: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
-    wanted = set(parameters)
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            if parameter in wanted:
-                for value in state.values():
-                    shard = local(value)
-                    if isinstance(shard, QuantizedState):
-                        tensors_of["moments"].append(shard.qdata)
-                        tensors_of["scales"].append(shard.scale)
-                    elif isinstance(value, Tensor) and value.ndim > 0:
-                        tensors_of["moments"].append(value)
-    residuals = map(residual_of, parameters)
-    tensors_of["master"] = [residual for residual in residuals if residual is not None]
-    return tensors_of
 
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:

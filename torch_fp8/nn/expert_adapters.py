@@ -56,8 +56,7 @@ class FactoredAdapter(nn.Module):
         base = self.get_base_layer()
         adapters = [name for name in active_adapters or () if name in self.lora_A]
         if not hasattr(base, "fp8_factors") or self.num_experts == 1:
-            stock: Any = super()
-            with stock._activate_lora(active_adapters):
+            with super()._activate_lora(active_adapters):
                 yield
             return
         before = base.fp8_factors
@@ -74,8 +73,7 @@ def take_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if not callable(getattr(module, "get_delta_factors", None)):
             continue
-        adapter: Any = module
-        wanted = hasattr(adapter.get_base_layer(), "fp8_factors")
+        wanted = hasattr(module.get_base_layer(), "fp8_factors")
         if wanted and not isinstance(module, FactoredAdapter):
             add_mixin(module, FactoredAdapter)
         elif not wanted and isinstance(module, FactoredAdapter):

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8, is_plain, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
-    name_of,
     of_text,
     once_differentiable,
     only_shape_matters,
@@ -119,7 +118,7 @@ class Float8GatedMLP(RunsFP8):
         if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
         elif is_ours and not torch.is_grad_enabled():
-            product = _unread(name_of(self), self.fp8.spec.gate_first, inputs)
+            product = _unread(self.fp8.name, self.fp8.spec.gate_first, inputs)
         elif is_ours:
             product = _SwiGLUFunction.apply(self._options(down_layer), *inputs)
         else:  # DTensors, or the results of adapters
@@ -127,8 +126,7 @@ class Float8GatedMLP(RunsFP8):
             product = F.silu(gate) * up
             del gate, up
         del inputs
-        output: Tensor = down_layer(product)
-        return output
+        return down_layer(product)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         layers = [getattr(self, name) for name in self.fp8.spec.inputs]
@@ -146,19 +144,14 @@ class Float8GatedMLP(RunsFP8):
                 recipe = down_layer.fp8.recipe
                 wgrad = down_layer.weight.requires_grad and recipe.wgrad is not None
                 ahead = (delayed or Quantizer(spec, OF_TENSOR))._replace(columnwise_usage=wgrad)
-        return _Options(
-            name_of(self),
-            True,
-            self.fp8.config.save_activations == "fp8",
-            ahead,
-            self._gradient_readers(),
-            self.fp8.spec.gate_first,
-            smooth=smooth,
-        )
+        fp8, readers = self.fp8, self._gradient_readers()
+        save_fp8 = fp8.config.save_activations == "fp8"
+        options = fp8.name, True, save_fp8, ahead, readers, fp8.spec.gate_first
+        return _Options(*options, smooth=smooth)
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
         """Compute the product in a graph of torch.compile."""
-        down, down_wgrad, first = None, False, None
+        down, down_wgrad, casts = None, False, None
         of_down: tuple[Tensor, ...] = ()
         of_inputs: tuple[Tensor, ...] = ()
         if _in_fp8(down_layer):
@@ -168,17 +161,10 @@ class Float8GatedMLP(RunsFP8):
         if len(layers) == 2 and all(map(_in_fp8, layers)):
             gate, up = layers
             if gate.fp8.casts == up.fp8.casts and _known(gate) and _known(up):
-                first, of_inputs = gate.fp8.casts, (*_known(gate), *_known(up))
-        product: Tensor = _product_in_graph(
-            inputs[0],
-            inputs[1] if len(inputs) == 2 else None,
-            self.fp8.config.save_activations == "fp8",
-            self.fp8.spec.gate_first,
-            (down, down_wgrad, first, down_layer.training),
-            of_down,
-            of_inputs,
-        )
-        return product
+                casts, of_inputs = gate.fp8.casts, (*_known(gate), *_known(up))
+        of_layers = (down, down_wgrad, casts, down_layer.training), of_down, of_inputs
+        save_fp8 = self.fp8.config.save_activations == "fp8"
+        return _product_in_graph(save_fp8, self.fp8.spec.gate_first, *of_layers, *inputs)
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
         """Return the quantizers of two gradients whose scales are known, or None to cast later."""
@@ -208,17 +194,15 @@ class _SwiGLUFunction(torch.autograd.Function):
         save = keep and options.save_fp8
         payloads: Payloads | None = None
         amax: Tensor | None = None
-        saved = inputs
+        saved: Sequence[Tensor] = inputs
         dropped = save and saves_nothing()
         ahead = options.ahead
         if save and ahead is not None and not dropped:
             payloads, saved = cast_and_save(gate, up, ahead)
         elif save and options.smooth:
-            *parts, amax = swiglu_save_columns(gate, up, not dropped)
-            saved = tuple(parts)
+            *saved, amax = swiglu_save_columns(gate, up, not dropped)
         elif save and ahead is None:
-            *parts, amax = swiglu_save(gate, up, None, not dropped)
-            saved = tuple(parts)
+            *saved, amax = swiglu_save(gate, up, None, not dropped)
         if dropped:
             saved = (*saved_stand_ins(gate), *saved_stand_ins(up))
         if keep:
@@ -250,43 +234,39 @@ class _SwiGLUFunction(torch.autograd.Function):
             gradients = JoinedGradient(inputs, ctx.gate_first)
         else:
             gradients = Gradients(inputs, ctx.readers, ctx.plain)
-        grads: list[Tensor | None] = []
-        for i, wanted in enumerate(ctx.needs_input_grad[1:]):
-            if not wanted:
-                grads.append(None)
-            elif ctx.plain:
-                plain_grad = gradients.dense(i).view(ctx.shape)
-                grads.append(with_source(plain_grad, gradients.production(i, ctx.name)))
-            else:
-                grads.append(
-                    LazyQuantizedTensor(gradients.production(i, ctx.name), ctx.shape, ctx.dtype)
-                )
-        return (None, *grads)
+
+        def gradient(i: int) -> Tensor:
+            source = gradients.production(i, ctx.name)
+            if ctx.plain:
+                return with_source(gradients.dense(i).view(ctx.shape), source)
+            return LazyQuantizedTensor(source, ctx.shape, ctx.dtype)
+
+        needed = enumerate(ctx.needs_input_grad[1:])
+        return None, *[gradient(i) if is_needed else None for i, is_needed in needed]
 
 
 @torch.compiler.allow_in_graph
 def _product_in_graph(
-    first: Tensor,
-    second: Tensor | None,
     save_fp8: bool,
     gate_first: bool,
     layers: tuple[str | None, bool, str | None, bool],
     of_down: tuple[Tensor, ...],
     of_inputs: tuple[Tensor, ...],
+    *inputs: Tensor,
 ) -> Tensor:
     """Call `_SwiGLUFunction` as a single node of Dynamo's graph; see `as_text`.
 
     Args:
-        first, second: arguments of `_SwiGLUFunction`.
         save_fp8, gate_first: fields of `_Options`.
         layers: casts of the down layer, or None, and whether its weight needs a gradient; casts of
             gate and up, if their scales are known; whether they are in training mode.
         of_down, of_inputs: buffers of these layers with known scales (`_known`), or none.
+        inputs: tensors of `_SwiGLUFunction`.
     """
-    down, trains_down, casts, training = layers
+    (down, trains_down, casts, training), first = layers, inputs[0]
     if only_shape_matters(first):
-        width = first.shape[-1] // (2 if second is None else 1)
-        return shape_of_result((*first.shape[:-1], width), first.dtype, first, second)
+        width = first.shape[-1] // (3 - len(inputs))
+        return shape_of_result((*first.shape[:-1], width), first.dtype, *inputs)
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down is not None:
         recipe, *_ = of_text(down)
@@ -306,9 +286,7 @@ def _product_in_graph(
         )
         readers = of_gate, of_up
     options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
-    inputs = (first,) if second is None else (first, second)
-    output: Tensor = _SwiGLUFunction.apply(options, *inputs)
-    return output
+    return _SwiGLUFunction.apply(options, *inputs)
 
 
 def _known(layer: Float8Linear) -> tuple[Tensor, ...]:

@@ -222,8 +222,7 @@ def _output(
         exchange.scales[i] = cast_operands.weight_scale
         return y
 
-    result: Tensor = Output.apply(*tokens, i, exchange, compute, reads)
-    return result
+    return Output.apply(*tokens, i, exchange, compute, reads)
 
 
 # ---- in graphs of torch.compile ------------------------------------------------------------------

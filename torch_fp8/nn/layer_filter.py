@@ -95,10 +95,7 @@ def features(module: nn.Module) -> tuple[int, int]:
     """Return K and N of a linear module, whatever the layout of its weight."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    num_in, num_out = weight.shape
-    return num_in, num_out
+    return tuple(module.weight.shape)
 
 
 def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Module, str]:
@@ -276,15 +273,11 @@ def quantized_by(module: nn.Module) -> str | None:
     if name == "GPTQ" and "awq" in cls.__name__.lower():
         return "AWQ"  # GPTQModel has layers for both
     if name == "bitsandbytes":
-        return _bitsandbytes(tensors.get("weight"))
+        weight = tensors.get("weight")
+        names = {"Params4bit": getattr(weight, "quant_type", None), "Int8Params": "int8"}
+        quant_type = names.get(type(weight).__name__)
+        return quant_type and f"bitsandbytes ({str(quant_type).upper()})"
     return name
-
-
-def _bitsandbytes(weight: Any) -> str | None:
-    kind = type(weight).__name__
-    if kind == "Params4bit":
-        return f"bitsandbytes ({str(weight.quant_type).upper()})"
-    return "bitsandbytes (INT8)" if kind == "Int8Params" else None
 
 
 def is_ligers(module: nn.Module) -> bool:

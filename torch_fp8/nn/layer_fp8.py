@@ -129,20 +129,14 @@ class LayerFP8:
                 return known
         if not compiling:
             self.called = True
-        recipe = self.recipe
+        specs = self.recipe.input, self.recipe.weight, self.recipe.grad_output
         sources: tuple[Any, ...] = (OF_TENSOR,) * 3
         if self.delayed is not None and not compiling:
             sources = self.delayed.sources(layer)
-        of_input, of_weight, of_gradient = sources
-        quantizers = Quantizers(
-            Quantizer(recipe.input, of_input, group),
-            WeightQuantizer(
-                Quantizer(recipe.weight, of_weight, group), self.payloads, self.transposed
-            ),
-            Quantizer(recipe.grad_output, of_gradient, group),
-            self.channels,
-            None if compiling else self.observer,
-        )
+        x, w, g = [Quantizer(spec, s, group) for spec, s in zip(specs, sources, strict=True)]
+        weight = WeightQuantizer(w, self.payloads, self.transposed)
+        observer = None if compiling else self.observer
+        quantizers = Quantizers(x, weight, g, self.channels, observer)
         if steady:
             self._quantizers[records] = quantizers
         return quantizers

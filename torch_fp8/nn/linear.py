@@ -96,10 +96,6 @@ class Float8Layer(FrozenStorage):
         )
 
     @property
-    def fp8_weights(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
-
-    @property
     def runs_fp8(self) -> bool:
         fp8 = self.fp8
         if current_pass.requested or current_pass.is_exporting() or fp8.paused:
@@ -157,8 +153,7 @@ class Float8Layer(FrozenStorage):
             warn_of_halves_in_program()
         if self.fp8.frozen is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
-        output: Tensor = super().forward(x)
-        return output
+        return super().forward(x)
 
     # ---- conversion, and what a layer remembers --------------------------------------------------
 
@@ -279,16 +274,13 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     if fp8.scaling is not None:
         ready, buffers = fp8.scaling.ready, graph_buffers(layer)
     if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
-        served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
-        return served
+        return served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
     casts = fp8.casts, ready, layer.training
     if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
         i, num, shared = graph_operands(layer)
         if shared:
-            member: Tensor = member_in_graph(x, i, num, casts, *shared)
-            return member
-    output: Tensor = linear_in_graph(x, weight, bias, casts, *buffers)
-    return output
+            return member_in_graph(x, i, num, casts, *shared)
+    return linear_in_graph(x, weight, bias, casts, *buffers)
 
 
 def _is_mixed(x: Any, weight: Tensor) -> bool:

@@ -98,8 +98,7 @@ def linear(
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
         return fprop(x, weight, bias, shape, options, quantizers)[0]
-    y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
-    return y
+    return LinearFunction.apply(x, weight, bias, shape, options, *buffers)
 
 
 @functools.cache
@@ -108,11 +107,9 @@ def graph_options(
 ) -> LinearOptions:
     """Return the options of a layer in a graph; `text`: see `LayerFP8.casts`."""
     recipe, transposed, emulate = of_text(text)
-    quantizers = Quantizers(
-        Quantizer(recipe.input, OF_TENSOR),
-        WeightQuantizer(Quantizer(recipe.weight, OF_TENSOR), transposed=transposed),
-        Quantizer(recipe.grad_output, OF_TENSOR),
-    )
+    specs = recipe.input, recipe.weight, recipe.grad_output
+    x, w, g = [Quantizer(spec, OF_TENSOR) for spec in specs]
+    quantizers = Quantizers(x, WeightQuantizer(w, transposed=transposed), g)
     return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
 
 
@@ -305,9 +302,8 @@ class LinearFunction(torch.autograd.Function):
         sum_dtype = ctx.dtypes[2] if ctx.needs_input_grad[2] else None
         for_weight = options.quantizers.weight
         w = grad_input = grad_weight = None
-        weight_dtype = ctx.dtypes[1]
-        if wants_wgrad and weight_dtype != ctx.weight_dtype and is_returned(ctx, 1):
-            weight_dtype = ctx.weight_dtype
+        summed, whole = ctx.dtypes[1], ctx.weight_dtype
+        weight_dtype = whole if summed != whole and is_returned(ctx, 1) else summed
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias; w (K, N), along N

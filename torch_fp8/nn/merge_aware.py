@@ -66,8 +66,7 @@ class MergeAware(nn.Module):
         merges = bool(active) and not (self.disable_adapters or self.merged)
         if merges and self.base_layer.runs_fp8 and not is_transformed():
             return self._merged_forward(active, x, **kwargs)
-        plain: Tensor = super().forward(x, *args, **kwargs)
-        return plain
+        return super().forward(x, *args, **kwargs)
 
     @torch.compiler.disable
     def _merged_forward(self, active: list[str], x: Tensor, **kwargs: Any) -> Tensor:
@@ -84,10 +83,9 @@ class MergeAware(nn.Module):
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
             base.fp8.payloads.forget()
-            y: Tensor = MergedLinear.apply(
+            return MergedLinear.apply(
                 x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
             )
-            return y
         w = self._evaluation_weight(adapter, a, b)
         return _product(x, w, base.bias, base, wgrad=False)[0]
 
@@ -98,8 +96,7 @@ class MergeAware(nn.Module):
         Args:
             adapter: name of the adapter.
         """
-        base: Any = self.base_layer
-        weight = base.weight
+        base, weight = self.base_layer, self.base_layer.weight
         if base.fp8.frozen is None or isinstance(weight, DTensor):
             raise RuntimeError(
                 f"'{base.fp8.name}' is no longer an FP8 base (it was thawed or sharded), and "

@@ -265,7 +265,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         dtype = autocast_dtype(device) or dtype
         cast = torch.autocast(device, dtype, enabled=dtype != widest)
         with region or contextlib.nullcontext(), cast:
-            output: Tensor = engine.linear(rows)
+            output = engine.linear(rows)
         return output.to(output_dtype(rows))
 
     @torch.compiler.disable
