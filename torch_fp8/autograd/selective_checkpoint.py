@@ -77,5 +77,4 @@ def operator_name(func: Any) -> str:
     """Return an operator's name without overload; "" unless it is torch's or ours."""
     if getattr(func, "namespace", "") not in ("aten", "torch_fp8"):
         return ""
-    name: str = func._schema.name
-    return name.rpartition("::")[2]
+    return func._schema.name.rpartition("::")[2]

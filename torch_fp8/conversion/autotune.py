@@ -71,11 +71,6 @@ class RecipeChoice:
     not_measured: str | None = None
     alone: bool = False
 
-    @property
-    def label(self) -> str:
-        """Label of this choice's line in the summary."""
-        return "measured" if self.not_measured is None else "auto"
-
     def __str__(self) -> str:
         if self.not_measured is not None:
             return f"chose {self.recipe} without measuring: {self.not_measured}"

@@ -25,7 +25,7 @@ from torch_fp8.conversion.fused_layers import (
     find_readers,
     revert_producers,
 )
-from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
+from torch_fp8.conversion.layer_options import layer_options, unused_overrides
 from torch_fp8.conversion.output_layers import (
     convert_output_layers,
     find_output_layers,
@@ -189,7 +189,10 @@ def _swap(
             experts_to_float8(module, holder, options, options.emulate and not native)
             experts.append(name)
             continue
-        theirs = own_recipe(options, recipe.name, target) if name in own else recipe
+        theirs = recipe
+        if name in own:
+            theirs = recipe_of(options, recipe.name if options.recipe == "auto" else options.recipe)
+            check_device(target, theirs.name, options.emulate)
         theirs = replace(theirs, smooth=options.smooth_swiglu and module in downs)
         emulate = config.emulate and not runs_natively(target, theirs.name)
         to_float8(module, name, options, theirs, emulate)

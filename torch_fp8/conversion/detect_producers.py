@@ -159,8 +159,7 @@ def _same_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...]) -> bo
     for ours, theirs in zip(*pairs, strict=True):
         if ours is None or theirs is None:
             return False
-        limit = 1e-4 * theirs.abs().amax(-1, keepdim=True)
-        if not bool(((ours - theirs).abs() <= limit).all()):
+        if not bool(((ours - theirs).abs() <= 1e-4 * theirs.abs().amax(-1, keepdim=True)).all()):
             return False
     return True
 
@@ -194,11 +193,12 @@ def _tried(
         try:
             inner = {n: Recorder(children[n], {"training": True}) for n in others}
             recorder = Recorder(module, {"training": True, **inner})
+            size = layers[spec.down].in_features
             with _disable_current_modes():
                 for training in (True, False):
                     for each in (recorder, *inner.values()):
                         each.give("training", training)
-                    if not is_formula(_Trial(recorder, spec, layers[spec.down].in_features)):
+                    if not is_formula(partial(_down_input, recorder, spec, size)):
                         break
                 else:
                     return spec, recorder
@@ -223,34 +223,35 @@ def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:
             yield from (GatedMLPSpec(inputs, down, first) for first in (True, False))
 
 
-class _Trial:
-    """The `Product` of a twin's forward; any other use of its layers raises NotImplementedError."""
+def _down_input(
+    recorder: Recorder, spec: GatedMLPSpec, size: int, gate: Tensor, up: Tensor
+) -> Tensor:
+    """Return what down reads in a twin's forward, for these outputs of gate and up.
 
-    def __init__(self, recorder: Recorder, spec: GatedMLPSpec, size: int) -> None:
-        self._recorder, self._spec, self._size = recorder, spec, size
+    Raises:
+        NotImplementedError: the forward does anything else with its layers.
+    """
+    x, result = object(), object()
+    # (N,) -> (1, rows, size), the last row filled with zeros
+    parts = [F.pad(v, (0, -len(v) % size)).view(1, -1, size) for v in (gate, up)]
+    parts = parts if spec.gate_first else parts[::-1]
+    outputs = parts if len(spec.inputs) == 2 else [torch.cat(parts, -1)]
+    calls: list[tuple[str, Any]] = []
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        x, result, spec = object(), object(), self._spec
-        # (N,) -> (1, rows, size), the last row filled with zeros
-        parts = [F.pad(v, (0, -len(v) % self._size)).view(1, -1, self._size) for v in (gate, up)]
-        parts = parts if spec.gate_first else parts[::-1]
-        outputs = parts if len(spec.inputs) == 2 else [torch.cat(parts, -1)]
-        calls: list[tuple[str, Any]] = []
+    def layer(name: str, output: Any, argument: Any) -> Any:
+        calls.append((name, argument))
+        return output
 
-        def layer(name: str, output: Any, argument: Any) -> Any:
-            calls.append((name, argument))
-            return output
-
-        for name, output in zip((*spec.inputs, spec.down), (*outputs, result), strict=True):
-            self._recorder.give(name, partial(layer, name, output))
-        with _ShapesAlone():
-            returned = self._recorder.twin.forward(x)
-        *on_input, (last, product) = calls
-        is_input = [value is x for _, value in on_input]
-        once = sorted(name for name, _ in on_input) == sorted(spec.inputs)
-        if returned is not result or last != spec.down or not (once and all(is_input)):
-            raise NotImplementedError
-        return product.flatten()[: len(gate)]
+    for name, output in zip((*spec.inputs, spec.down), (*outputs, result), strict=True):
+        recorder.give(name, partial(layer, name, output))
+    with _ShapesAlone():
+        returned = recorder.twin.forward(x)
+    *on_input, (last, product) = calls
+    is_input = [value is x for _, value in on_input]
+    once = sorted(name for name, _ in on_input) == sorted(spec.inputs)
+    if returned is not result or last != spec.down or not (once and all(is_input)):
+        raise NotImplementedError
+    return product.flatten()[: len(gate)]
 
 
 class _ShapesAlone(TorchFunctionMode):

@@ -23,8 +23,6 @@ UNKNOWN = "fused expert weights in an unsupported layout"
 STACKED = "3-D parameter, neither of a linear layer nor of experts"
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 _BATCHED = "Llama4TextExperts"
-_LEFT = "experts_implementation={!r} computes them"
-ROUTER = "router of experts"
 
 
 def expert_reason(
@@ -73,8 +71,7 @@ def _implementation_reason(module: Any) -> str | None:
     """Return why the experts function of the model cannot be replaced by ours, or None if it
     can."""
     if is_batched(module):
-        replaced = "forward" in vars(module)
-        return "its forward was replaced on the instance" if replaced else None
+        return "its forward was replaced on the instance" if "forward" in vars(module) else None
     implementation = module.config._experts_implementation
     if str(implementation).startswith("deepgemm"):
         raise ValueError(
@@ -83,7 +80,7 @@ def _implementation_reason(module: Any) -> str | None:
         )
     if implementation in (experts_dispatch.ENTRY, "eager", None):
         return None
-    return _LEFT.format(implementation)
+    return f"experts_implementation={implementation!r} computes them"
 
 
 def routers(model: nn.Module) -> dict[nn.Module, str]:
@@ -105,7 +102,7 @@ def routers(model: nn.Module) -> dict[nn.Module, str]:
             )
             for layer in beside:
                 if isinstance(layer, nn.Linear) and layer.out_features == count:
-                    reasons[layer] = ROUTER
+                    reasons[layer] = "router of experts"
     return reasons
 
 

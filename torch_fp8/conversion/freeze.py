@@ -66,9 +66,8 @@ def freeze(
     refuse_kept(config)
     target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
     proven = proven_frozen(model)
-    adapted = any(proven(layer) for layer in layers)
+    meant = proven if any(map(proven, layers)) else lambda module: True
     guard(model)
-    meant = proven if adapted else lambda module: True
     return freeze_weights(model, config, target, meant)
 
 

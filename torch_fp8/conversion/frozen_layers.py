@@ -73,7 +73,6 @@ class FreezeReport:
         return FreezeReport(recipe=self.recipe or other.recipe, **sums)
 
 
-MERGED = "an adapter is merged into its weight; unmerge it before the weight is frozen"
 BY_TENSOR = "its weight is sharded by tensor parallelism"
 NOT_BY_FSDP = "ranks hold different experts, and FSDP2 does not gather them"
 
@@ -157,11 +156,9 @@ def freeze_weights(
             continue
         reason = None if held else refusals(module)
         if reason is not None:
-            refused = tuple((full, reason) for full in _names(name, module))
-            report += replace(NOTHING, kept=refused)
+            report += replace(NOTHING, kept=tuple((full, reason) for full in _names(name, module)))
             continue
-        is_sharded = any(isinstance(w, DTensor) for w in module.fp8_weights)
-        waits = waits or (is_sharded and not held)
+        waits |= not held and any(isinstance(w, DTensor) for w in module.fp8_weights)
         report += _freeze(name, module, held["weight"].payload if taken_over else None, *run)
     if waits:
         connect_fsdp(model, config)
@@ -239,7 +236,7 @@ def _refusals(model: nn.Module) -> Callable[[FrozenStorage], str | None]:
 
     def reason(module: FrozenStorage) -> str | None:
         if module in merged:
-            return MERGED
+            return "an adapter is merged into its weight; unmerge it before the weight is frozen"
         unknown = NOT_BY_FSDP if isinstance(module, Float8Experts) else BY_TENSOR
         parts = [w for w in module.fp8_weights if isinstance(w, DTensor)]
         reasons = [sharded.get(id(weight), unknown) for weight in parts]

@@ -71,17 +71,14 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         if _is_skipped(name, config):
             _revert(module)
             continue
-        parent = modules.get(name.rpartition(".")[0])
-        groups = _layers_beside(module, parent)
+        groups = _layers_beside(module, modules.get(name.rpartition(".")[0]))
         alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
-        several = alike and any(len(group) > 1 for group in groups)
-        if several and share_output(module, name):
+        if alike and any(len(group) > 1 for group in groups) and share_output(module, name):
             norms[name] = groups
             continue
         if not alike and isinstance(module, SharedOutput):
             _revert(module)
-        quantizer = _reading_quantizer(groups) if alike else None
-        if _fuse(module, _NORM, name, config, quantizer):
+        if _fuse(module, _NORM, name, config, _reading_quantizer(groups) if alike else None):
             norms[name] = groups if alike else []
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):

@@ -150,13 +150,8 @@ def seconds(device: torch.device, run: Callable[[], None]) -> float:
 
 def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[list[float]]:
     """Measure the seconds of `passes` in turns, so that changing clocks affect all of them."""
-    taken: list[list[float]] = [[] for _ in passes]
-    for repetition in range(-WARMUP, REPETITIONS):
-        for run, times in zip(passes, taken, strict=True):
-            duration = seconds(device, run)
-            if repetition >= 0:
-                times.append(duration)
-    return taken
+    taken = [[seconds(device, run) for run in passes] for _ in range(WARMUP + REPETITIONS)]
+    return [list(times) for times in zip(*taken[WARMUP:], strict=True)]
 
 
 def _passes(

@@ -230,8 +230,7 @@ def _expected(
     elif isinstance(ours, Float8Optimizer):
         moments = (2 if large else 2 * 4) * numel
         scales = scales + 2 * _num_scales(shard) if large else 0
-    parts = {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
-    return counts | parts
+    return counts | {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
 
 
 def _all_of(model: nn.Module, cls: type[nn.Module]) -> list[Any]:
@@ -268,11 +267,8 @@ def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     shard = local(grad)
     if isinstance(shard, WideGrad):
         shard = shard.stored
-    parts = getattr(shard, "parts", None)
-    if parts is None:
-        return shard, []
-    codes, scale, multiplier = parts()
-    return codes, [scale, multiplier]
+    codes, *scales = shard.parts() if hasattr(shard, "parts") else (shard,)
+    return codes, scales
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:

@@ -226,7 +226,5 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     for name, module in model.named_modules():
-        if not isinstance(module, Float8Layer):
-            continue
-        if module.fp8.recipe.delayed or module.fp8.scaling is not None:
+        if isinstance(module, Float8Layer) and (module.fp8.recipe.delayed or module.fp8.scaling):
             yield unwrapped_name(name), module

@@ -37,15 +37,9 @@ class Parts(NamedTuple):
 
     def whole(self, output: Tensor) -> Tensor:
         """Return the DTensor of which `output` is this rank's part."""
-        shape = torch.Size(self.shape)
-        return DTensor.from_local(
-            output,
-            self.mesh,
-            [self.output],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta", dtype=torch.float32).stride(),
-        )
+        whole = torch.empty(self.shape, device="meta", dtype=torch.float32)
+        sizes = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(output, self.mesh, [self.output], run_check=False, **sizes)
 
 
 def local_operands(

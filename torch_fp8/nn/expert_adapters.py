@@ -144,5 +144,4 @@ def multiply_factors(rows: Tensor, offs: Tensor, factors: Factors, transposed: b
     # torch's grouped GEMMs leave rows behind the last group undefined, also in backward.
     behind = (group_of_rows(offs, rows.shape[0]) == offs.shape[0])[:, None]
     low = F.grouped_mm(rows.masked_fill(behind, 0), first, offs=offs)  # (R, r)
-    output = F.grouped_mm(low, second, offs=offs)  # (R, N)
-    return output.masked_fill(behind, 0) * factors.scaling
+    return F.grouped_mm(low, second, offs=offs).masked_fill(behind, 0) * factors.scaling  # (R, N)

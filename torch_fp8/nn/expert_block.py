@@ -217,8 +217,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         dh8 = QuantizedTensor(dh_q, dh_scale, g8.granularity)  # (R, 2I)
         if grouped.observers:
             of_first, of_second = grouped.observers
-            source = partial(gate_gradient, inputs, options.form)
-            of_first.grad_output(source, dh8, offs, None)
+            of_first.grad_output(partial(gate_gradient, inputs, options.form), dh8, offs, None)
             of_second.grad_output(grad_output, g8, offs, token)
         del da, gate, up, inputs
         if wants[SECOND]:

@@ -102,8 +102,7 @@ class Float8Experts(FrozenStorage):
         frozen = self.fp8.frozen if "fp8" in vars(self) else None
         keeps = config.keep_eval_weights
         caches = {key: PayloadCache(keeps_evaluation=keeps) for key in self.fp8_weight_names}
-        recipe = expert_recipe(config)
-        self.fp8 = ExpertsFP8(name, config, recipe, emulate, frozen, caches=caches)
+        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, frozen, caches=caches)
         self.fp8_gate = find_gate(self)
         experts_dispatch.add(self)
 
@@ -271,8 +270,7 @@ class Float8BatchedExperts(Float8Experts):
         padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
         # (E, T, H) -> (E * T', H), T' a multiple of 16
         rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)
-        ends = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32)
-        offs = ends * padded
+        offs = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32) * padded
         rows = self._activated(self._grouped(rows, first, offs, None), None)
         rows = self._grouped(rows, second, offs, None)
         rows = rows.view(num_experts, padded, -1)[:, :tokens]  # (E, T, H)

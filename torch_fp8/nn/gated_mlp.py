@@ -34,7 +34,7 @@ from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, graph_buffers
 from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.linear_function import known_quantizers
+from torch_fp8.nn.linear_function import graph_options
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.fused_quantize import saved_stand_ins
@@ -42,10 +42,9 @@ from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.formats import CAST_DTYPES
-from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
-from torch_fp8.tensor.quantizer import Quantizer, with_source
+from torch_fp8.tensor.quantizer import Quantizer, Quantizers, with_source
 
 
 class GatedMLPSpec(NamedTuple):
@@ -74,7 +73,7 @@ class _Options(NamedTuple):
     """Whether gate is the first half of a tensor with both."""
     in_graph: bool = False
     """Whether torch.compile traces; all results are plain tensors then."""
-    smooth: bool = False
+    columns: bool = False
     """Whether the down layer needs the amax of each channel (`torch_fp8.ops.smooth`)."""
 
 
@@ -135,19 +134,16 @@ class Float8GatedMLP(RunsFP8):
         return tuple([layer(x) for layer in layers])
 
     def _options(self, down_layer: Any) -> _Options:
-        ahead, in_fp8 = None, _in_fp8(down_layer)
-        smooth = in_fp8 and down_layer.fp8.recipe.smooth
-        if in_fp8 and not smooth:
-            spec = down_layer.fp8.recipe.input
-            delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
-            if delayed is not None or spec.granularity.startswith("block"):
-                recipe = down_layer.fp8.recipe
-                wgrad = down_layer.weight.requires_grad and recipe.wgrad is not None
-                ahead = (delayed or Quantizer(spec, OF_TENSOR))._replace(columnwise_usage=wgrad)
+        ahead, columns = None, False
+        if _in_fp8(down_layer):
+            down, wgrad = down_layer.fp8, down_layer.weight.requires_grad
+            ahead, columns = down.producer_quantizer(down_layer, INPUT), down.channels is not None
+            if ahead is not None:
+                ahead = ahead._replace(columnwise_usage=wgrad and down.recipe.wgrad is not None)
         fp8, readers = self.fp8, self._gradient_readers()
         save_fp8 = fp8.config.save_activations == "fp8"
         options = fp8.name, True, save_fp8, ahead, readers, fp8.spec.gate_first
-        return _Options(*options, smooth=smooth)
+        return _Options(*options, columns=columns)
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
         """Compute the product in a graph of torch.compile."""
@@ -199,7 +195,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         ahead = options.ahead
         if save and ahead is not None and not dropped:
             payloads, saved = cast_and_save(gate, up, ahead)
-        elif save and options.smooth:
+        elif save and options.columns:
             *saved, amax = swiglu_save_columns(gate, up, not dropped)
         elif save and ahead is None:
             *saved, amax = swiglu_save(gate, up, None, not dropped)
@@ -215,8 +211,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         if payloads is not None and ahead is not None:
             production.keep(ahead, payloads)
         if options.in_graph:
-            product = swiglu(gate, up, None).view(shape)  # (R, C) -> (..., C)
-            return with_source(product, production)
+            return with_source(swiglu(gate, up, None).view(shape), production)  # (R, C) -> (..., C)
         return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod
@@ -267,24 +262,21 @@ def _product_in_graph(
     if only_shape_matters(first):
         width = first.shape[-1] // (3 - len(inputs))
         return shape_of_result((*first.shape[:-1], width), first.dtype, *inputs)
+
+    def quantizers(casts: str, buffers: tuple[Tensor, ...]) -> Quantizers:
+        return graph_options(casts, first.dtype, first.dtype, training, True).quantizers_of(buffers)
+
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down is not None:
         recipe, *_ = of_text(down)
         # A rowwise cast is not fused, but one operator both casts and saves gate and up: selective
         # checkpointing would recompute a separate save in backward, with two GEMMs.
-        known = recipe.input.granularity != "tensorwise" or of_down
-        if known and not recipe.smooth:
+        if (recipe.input.granularity != "tensorwise" or of_down) and not recipe.smooth:
             wgrad = keep and trains_down and recipe.wgrad is not None
-            ahead = Quantizer(recipe.input, OF_TENSOR)
-            if of_down:
-                ahead = known_quantizers(down, first, training, of_down).input
-            ahead = ahead._replace(columnwise_usage=wgrad)
+            ahead = quantizers(down, of_down).input._replace(columnwise_usage=wgrad)
     if casts is not None:
-        of_gate, of_up = (
-            known_quantizers(casts, first, training, buffers).grad_output
-            for buffers in (of_inputs[:4], of_inputs[4:])
-        )
-        readers = of_gate, of_up
+        of_gate, of_up = quantizers(casts, of_inputs[:4]), quantizers(casts, of_inputs[4:])
+        readers = of_gate.grad_output, of_up.grad_output
     options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
     return _SwiGLUFunction.apply(options, *inputs)
 

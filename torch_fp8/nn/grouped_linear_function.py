@@ -34,7 +34,7 @@ from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.quantizer import Quantizer, matrix
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 
@@ -120,9 +120,7 @@ def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> Quant
         return transposed_stacked(payload, spec) if flip else payload
     if isinstance(weight, QuantizableTensor):  # gathered in FP8
         return QuantizedTensor(*weight.stacked_payload(flip), spec.granularity)
-    return cast_stacked(
-        weight.halves.high if isinstance(weight, SplitWeight) else weight, spec, flip
-    )
+    return cast_stacked(stored(weight), spec, flip)
 
 
 def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
@@ -211,9 +209,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe, offs = options.recipe, saved["offs"]
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        input_dtype, weight_dtype, own_dtype = ctx.dtypes
-        if wants_wgrad:
-            weight_dtype = weight_grad_dtype(ctx, 1, weight_dtype, own_dtype)
+        input_dtype, *of_weight = ctx.dtypes
+        weight_dtype = weight_grad_dtype(ctx, 1, *of_weight)
         grad_input = grad_weight = g = None
         if wants_dgrad or fp8_wgrad:
             g = cast_rows(grad_output, recipe.grad_output)  # (R, N)

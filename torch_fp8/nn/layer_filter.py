@@ -33,7 +33,6 @@ _WRAPPED = ("base_layer", "model", "base_model", "lora_model", "word_embeddings"
 which is PEFT's own rule."""
 ADAPTER = "adapter"
 """Reason for adapters, which stay in high precision: they are small, and the user trains them."""
-UNINITIALIZED = "its size is not known yet: run a batch through the model before you convert it"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 ROUTER_NAMES = ("router", "gate", "classifier")
@@ -48,9 +47,8 @@ def matches(pattern: str, name: str) -> bool:
     torch.compile and torch's checkpoint wrapper are ignored.
     """
     name = unwrapped_name(name)
-    ends = range(len(name) + 1)
     # All positions where a match of the parts so far can end; each part advances the whole set.
-    reached = {i for i in ends if i == 0 or name[i - 1] == "."}
+    reached = {i for i in range(len(name) + 1) if i == 0 or name[i - 1] == "."}
     for part in re.split(r"(\*\*|\*)", pattern):
         if part in ("*", "**"):
             reached = _stretched(reached, name, across=part == "**")
@@ -210,7 +208,7 @@ def _class_reason(module: nn.Module) -> str | None:
 def weight_reason(weight: Any) -> str | None:
     """Return why a weight cannot be cast to FP8, apart from its size, or None if it can."""
     if is_lazy(weight):
-        return UNINITIALIZED
+        return "its size is not known yet: run a batch through the model before you convert it"
     if weight.dtype not in CAST_DTYPES:
         return f"weight is {weight.dtype}"
     sharded = hasattr(weight, "_local_tensor") or isinstance(weight, QuantizableTensor)

@@ -6,6 +6,7 @@ It holds the layer's configuration, recipe, quantizers, cached payload and delay
 Legend: M tokens, K in, N out.
 """
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import autocast_dtype, warn_of_disabled_autocast
 from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.delayed_scaling import LayerScaling
+from torch_fp8.nn.delayed_scaling import INPUT, LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
 from torch_fp8.nn.frozen_storage import FrozenState
-from torch_fp8.nn.linear_function import LinearOptions
+from torch_fp8.nn.linear_function import LinearOptions, plain_operands
 from torch_fp8.nn.scaling_rule import ScalingRule
+from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
@@ -61,7 +63,8 @@ class LayerFP8:
         frozen: state of a weight that is stored as FP8 only, or None if it is not.
 
     Attributes:
-        casts: recipe, `transposed` and `emulate` as a string constant for graphs of torch.compile.
+        casts: recipe, `transposed`, `emulate` and `cast` as a string, a constant for graphs of
+            torch.compile.
         scaling: state of delayed scaling, or None if each cast computes its scale.
         payloads: cache of the weight's payload.
         channels: channel maxima of the last forward, if the recipe is smooth; else None.
@@ -98,8 +101,13 @@ class LayerFP8:
     def run_emulated(self, emulate: bool) -> None:
         """Set whether GEMMs run through the reference path, instead of torch's operator."""
         self.emulate = emulate
-        self.casts = as_text((self.recipe, self.transposed, emulate))
+        self.casts = as_text((self.recipe, self.transposed, emulate, self.cast))
         self.forget_quantizers()
+
+    @property
+    def cast(self) -> Callable[..., CastOperands]:
+        """Function that casts the operands of fprop."""
+        return smooth_operands if self.recipe.smooth else plain_operands
 
     @property
     def delayed(self) -> LayerScaling | None:
@@ -135,8 +143,7 @@ class LayerFP8:
             sources = self.delayed.sources(layer)
         x, w, g = [Quantizer(spec, s, group) for spec, s in zip(specs, sources, strict=True)]
         weight = WeightQuantizer(w, self.payloads, self.transposed)
-        observer = None if compiling else self.observer
-        quantizers = Quantizers(x, weight, g, self.channels, observer)
+        quantizers = Quantizers(x, weight, g, self.channels, None if compiling else self.observer)
         if steady:
             self._quantizers[records] = quantizers
         return quantizers
@@ -156,11 +163,15 @@ class LayerFP8:
         return (every.input, every.weight.quantizer, every.grad_output)[operand]
 
     def producer_quantizer(self, layer: Any, operand: int) -> Quantizer | None:
-        """Return the quantizer of INPUT or GRAD_OUTPUT if its scale is already known; else None."""
-        if self.scaling is None or isinstance(layer.weight, DTensor):
-            return None
+        """Return the quantizer of INPUT or GRAD_OUTPUT if it needs no amax of the tensor, or None.
+
+        Its scale is already known, or it has block scales.
+        """
         quantizer = self.quantizer(layer, operand)
-        return None if quantizer.source.scale is None else quantizer
+        if self.channels is not None and operand == INPUT:
+            return None
+        is_known = quantizer.source.scale is not None and not isinstance(layer.weight, DTensor)
+        return quantizer if is_known or quantizer.spec.granularity.startswith("block") else None
 
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor (see `Quantizers`) from now on, or to None."""
@@ -218,6 +229,7 @@ class LayerFP8:
             self.quantizers(layer, group),
             self.emulate,
             layer.training,
+            self.cast,
             compiling and self.scales_known,
         )
 

@@ -71,8 +71,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         matrix = x.detach().reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
-        production = LazySource(name, (matrix,), Computed(matrix))
-        return LazyQuantizedTensor(production, x.shape, x.dtype)
+        return LazyQuantizedTensor(LazySource(name, (matrix,), Computed(matrix)), x.shape, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

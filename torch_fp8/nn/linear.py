@@ -59,8 +59,7 @@ from torch_fp8.nn.repeated_forward import repeated
 from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8.tensor.lazy_quantized import plain as plain_activation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.split_weight import SplitWeight
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)
@@ -105,7 +104,7 @@ class Float8Layer(FrozenStorage):
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if not self.runs_fp8 or (not compiling and is_transformed()):
-            return self._in_high_precision(plain_activation(input))
+            return self._in_high_precision(plain(input))
         if not isinstance(input, Tensor) or input.is_nested or input.layout is not torch.strided:
             return self._of_other_layout(input)
         if compiling:
@@ -167,8 +166,7 @@ class Float8Layer(FrozenStorage):
             emulate: whether GEMMs run through the reference path.
         """
         frozen = self.drop_fp8()
-        transposed = type(self).fp8_transposed
-        self.fp8 = self._fp8_class(name, config, recipe, emulate, transposed, frozen)
+        self.fp8 = self._fp8_class(name, config, recipe, emulate, self.fp8_transposed, frozen)
         if self.fp8.scaling is not None:
             self.fp8.scaling.start(self)
 

@@ -86,8 +86,7 @@ class MergeAware(nn.Module):
             return MergedLinear.apply(
                 x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
             )
-        w = self._evaluation_weight(adapter, a, b)
-        return _product(x, w, base.bias, base, wgrad=False)[0]
+        return _product(x, self._evaluation_weight(adapter, a, b), base.bias, base, wgrad=False)[0]
 
     @torch.no_grad()
     def merged_weight(self, adapter: str) -> QuantizedTensor:
@@ -258,12 +257,12 @@ def _why_not(module: Any, base: Float8Layer) -> str | None:
     kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
     if not all(isinstance(kind, nn.ModuleDict) and len(kind) for kind in kinds):
         return f"is a {type(module).__name__}, not LoRA; use LoraConfig"
+    names = ("lora_variant", "use_dora", "lora_bias")
+    variants, doras, biases = (getattr(module, name, None) or {} for name in names)
     for adapter in module.lora_A:
-        if (getattr(module, "lora_variant", None) or {}).get(adapter) or (
-            getattr(module, "use_dora", None) or {}
-        ).get(adapter):
+        if variants.get(adapter) or doras.get(adapter):
             return "uses DoRA or another variant that does more than add; use plain LoRA"
-        if (getattr(module, "lora_bias", None) or {}).get(adapter):
+        if biases.get(adapter):
             return "trains a LoRA bias, which is not part of the weight; set lora_bias=False"
         if _dropout(module, adapter):
             return (

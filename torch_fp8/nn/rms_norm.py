@@ -77,8 +77,8 @@ class _Options(NamedTuple):
     name: str
     offset: float
     out_dtype: torch.dtype
-    keep: bool
     save_fp8: bool
+    keep: bool
     quantizer: Quantizer | None = None
     """Quantizer of the layers that read the result, or None to return a plain tensor."""
     reader: Quantizer | None = None
@@ -152,7 +152,7 @@ class Float8RMSNorm(RunsFP8):
         alone = is_fsdp_class(type(self))
         if compiling:
             casts = None if alone else fp8.casts
-            return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
+            return _norm_in_graph(x, weight, eps, casts, spec.offset, out_dtype, save_fp8)
         waits = fp8.quantizer is not None and not alone
         if waits and not torch.is_grad_enabled():  # without autograd's bookkeeping
             matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
@@ -160,7 +160,7 @@ class Float8RMSNorm(RunsFP8):
             readers = _Unread(inputs), fp8.note_reader, inputs.weight
             source = LazySource(fp8.name, inputs[:2], *readers)
             return LazyQuantizedTensor(source, x.shape, out_dtype)
-        options: Any = fp8.name, spec.offset, out_dtype, torch.is_grad_enabled(), save_fp8
+        options: Any = fp8.name, spec.offset, out_dtype, save_fp8, torch.is_grad_enabled()
         if waits:
             options = *options, fp8.quantizer, self._expected_reader(x), fp8.note_reader
         return _RMSNormFunction.apply(x, weight, eps, _Options(*options))
@@ -230,22 +230,18 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph
-def _norm_in_graph(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    save_fp8: bool,
-    casts: str | None,
-) -> Tensor:
-    """Call `_RMSNormFunction` as a single node of Dynamo's graph; see `as_text`."""
+def _norm_in_graph(x: Tensor, weight: Tensor, eps: float, casts: str | None, *form: Any) -> Tensor:
+    """Call `_RMSNormFunction` as a single node of Dynamo's graph; see `as_text`.
+
+    Args:
+        x, weight, eps: arguments of the function.
+        casts: see `NormFP8`; None: nobody reads the result in FP8.
+        form: `offset`, `out_dtype` and `save_fp8` of `_Options`.
+    """
     if only_shape_matters(x):
-        return shape_of_result(x.shape, out_dtype, x, weight)
-    quantizer = None if casts is None else of_text(casts)
-    keep = torch.is_grad_enabled()
-    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer)
-    return _RMSNormFunction.apply(x, weight, eps, options)
+        return shape_of_result(x.shape, form[1], x, weight)
+    options: Any = "", *form, torch.is_grad_enabled(), None if casts is None else of_text(casts)
+    return _RMSNormFunction.apply(x, weight, eps, _Options(*options))
 
 
 class _Unread(Producer):

@@ -215,8 +215,7 @@ class EngineFP8(LayerFP8):
         return read_scaling(self.engine.linear) or self.pending_scaling
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "engine": None, "pending_scaling": self.recorded()}
+        return {**super().__getstate__(), "engine": None, "pending_scaling": self.recorded()}
 
 
 class TransformerEngineLinear(Float8Linear, nn.Linear):
