@@ -201,8 +201,7 @@ def saves_nothing() -> bool:
     if hooks is None or is_traced():
         return False
     pack = hooks[0]
-    name = (getattr(pack, "__module__", None), getattr(pack, "__qualname__", None))
-    if name != _FIRST_PASS:
+    if (getattr(pack, "__module__", None), getattr(pack, "__qualname__", None)) != _FIRST_PASS:
         return False
     recompute = getattr(_enclosed(pack, "frame"), "recompute_fn", None)
     return isinstance(_enclosed(recompute, "recompute_context"), contextlib.nullcontext)

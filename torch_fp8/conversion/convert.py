@@ -245,12 +245,10 @@ def conversion_report(
         ValueError, TypeError, ImportError, RuntimeError: see `convert_to_float8`.
     """
     check_arguments(conversion_report, locals())
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(model, memo)
     config = unscheduled(config_or_default(config))
     return convert_to_float8(twin, config, device=_device_of(model) if device is None else device)

@@ -79,8 +79,7 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
         _, *arguments = inspect.signature(cls.forward).parameters.values()
     except ValueError:  # written in C
         return False
-    named = [a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
-    return len(named) == 1
+    return len([a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]) == 1
 
 
 @_disable_current_modes()  # real tensors, even if the model has fake ones

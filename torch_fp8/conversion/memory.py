@@ -150,8 +150,7 @@ def expected_memory(
     """
     owner, total = _owners(optimizers), Counter[str]()
     for parameter in model.parameters():
-        optimizer = owner.get(parameter)
-        total.update(_expected(parameter, optimizer, converted=converted, summed=summed))
+        total.update(_expected(parameter, owner.get(parameter), converted=converted, summed=summed))
         halves = halves_of(parameter) if converted else None
         total["caches"] += 0 if halves is None else sum(tensor.nbytes for tensor in halves.kept)
     return MemoryReport(**{f.name: total[f.name] for f in dataclasses.fields(MemoryReport)})

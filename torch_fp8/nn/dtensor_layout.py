@@ -65,12 +65,9 @@ def local_operands(
         bias = waited(bias.to_local(grad_placements=[layout.bias_grad]))
         if layout.output.is_partial():  # the sum over ranks must add the bias once
             bias = _Share.apply(bias, mesh.size())
-    return (
-        waited(input.to_local(grad_placements=[layout.input_grad])),
-        waited(weight.to_local(grad_placements=[layout.weight_grad])),
-        bias,
-        parts,
-    )
+    input = waited(input.to_local(grad_placements=[layout.input_grad]))
+    weight = waited(weight.to_local(grad_placements=[layout.weight_grad]))
+    return input, weight, bias, parts
 
 
 def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:

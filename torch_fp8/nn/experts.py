@@ -100,8 +100,7 @@ class Float8Experts(FrozenStorage):
             emulate: whether GEMMs run through the reference path.
         """
         frozen = self.fp8.frozen if "fp8" in vars(self) else None
-        keeps = config.keep_eval_weights
-        caches = {key: PayloadCache(keeps_evaluation=keeps) for key in self.fp8_weight_names}
+        caches = {key: PayloadCache(config.keep_eval_weights) for key in self.fp8_weight_names}
         self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, frozen, caches=caches)
         self.fp8_gate = find_gate(self)
         experts_dispatch.add(self)

@@ -218,8 +218,7 @@ def weight_reason(weight: Any) -> str | None:
 
 
 def _size_reason(module: nn.Module) -> str | None:
-    names = ("in_features", "out_features")
-    for dim, size in zip(names, features(module), strict=True):
+    for dim, size in zip(("in_features", "out_features"), features(module), strict=True):
         if size < GEMM_ALIGNMENT:
             return f"{dim}={size} is below {GEMM_ALIGNMENT}"
     return None

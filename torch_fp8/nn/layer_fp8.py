@@ -221,17 +221,11 @@ class LayerFP8:
         """Return the arguments of `torch_fp8.nn.linear_function.linear` that are not tensors."""
         compiling = torch.compiler.is_compiling()
         group = None if operands.parts is None else operands.parts.mesh.get_group()
-        return LinearOptions(
-            "" if compiling else self.name,  # see `torch_fp8.autograd.function.name_of`
-            operands.dtype,
-            autocast_dtype(operands.weight.device.type) or operands.dtype,
-            self.recipe,
-            self.quantizers(layer, group),
-            self.emulate,
-            layer.training,
-            self.cast,
-            compiling and self.scales_known,
-        )
+        name = "" if compiling else self.name  # see `torch_fp8.autograd.function.name_of`
+        out_dtype = autocast_dtype(operands.weight.device.type) or operands.dtype
+        products = self.recipe, self.quantizers(layer, group), self.emulate, layer.training
+        ready = compiling and self.scales_known
+        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast, ready)
 
     def release(self) -> None:
         """Free cached payloads and quantizers, before weight and scales move."""

@@ -221,14 +221,9 @@ def fprop(
     a, b = operands.input.rowwise, operands.weight
     assert a is not None
     assert b is not None
-    y = scaled_matmul(  # (M, N)
-        a,  # (M, K), along K
-        b,  # (N, K), along K
-        dtype,
-        bias=bias,
-        fast_accum=recipe.fprop.fast_accum,
-        emulate=options.emulate,
-    )
+    fast_accum, emulate = recipe.fprop.fast_accum, options.emulate
+    # (M, K) @ (N, K)^T, both along K
+    y = scaled_matmul(a, b, dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
     return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
 
 

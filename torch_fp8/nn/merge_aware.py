@@ -151,12 +151,8 @@ class MergedLinear(torch.autograd.Function):
         x, qdata, scale, a, b = ctx.saved_tensors
         layer, (wants_x, wants_a, wants_b, wants_bias) = ctx.layer, ctx.needs_input_grad[:4]
         quantizer, dgrad = layer.fp8.quantizers(layer).grad_output, layer.fp8.recipe.dgrad
-        g8, _, grad_bias = quantizer(
-            grad_output,
-            rowwise=wants_x,
-            columnwise=False,
-            sum_dtype=ctx.bias_dtype if wants_bias else None,
-        )
+        of_bias = {"sum_dtype": ctx.bias_dtype if wants_bias else None}
+        g8, _, grad_bias = quantizer(grad_output, rowwise=wants_x, columnwise=False, **of_bias)
         grad_x = grad_a = grad_b = None
         if layer.fp8.observer is not None:
             layer.fp8.observer.backward(grad_output, g8, None, None, None)

@@ -225,8 +225,7 @@ class _RMSNormFunction(torch.autograd.Function):
         arguments = (scale[0] if scale else None, weight, rstd, ctx.offset, ctx.dtype, wants_weight)
         grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *arguments))
         dx = grad_x.view(ctx.shape) if wants_x else None  # (R, C) -> (..., C)
-        dw = cast(grad_weight, weight.dtype) if wants_weight else None
-        return dx, dw, None, None
+        return dx, cast(grad_weight, weight.dtype) if wants_weight else None, None, None
 
 
 @torch.compiler.allow_in_graph
