@@ -229,15 +229,15 @@ class _SwiGLUFunction(torch.autograd.Function):
             gradients = JoinedGradient(inputs, ctx.gate_first)
         else:
             gradients = Gradients(inputs, ctx.readers, ctx.plain)
-
-        def gradient(i: int) -> Tensor:
-            source = gradients.production(i, ctx.name)
-            if ctx.plain:
-                return with_source(gradients.dense(i).view(ctx.shape), source)
-            return LazyQuantizedTensor(source, ctx.shape, ctx.dtype)
-
-        needed = enumerate(ctx.needs_input_grad[1:])
-        return None, *[gradient(i) if is_needed else None for i, is_needed in needed]
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, is_needed in enumerate(ctx.needs_input_grad[1:]):
+            if is_needed:
+                source = gradients.production(i, ctx.name)
+                if ctx.plain:
+                    grads[i + 1] = with_source(gradients.dense(i).view(ctx.shape), source)
+                else:
+                    grads[i + 1] = LazyQuantizedTensor(source, ctx.shape, ctx.dtype)
+        return tuple(grads)
 
 
 @torch.compiler.allow_in_graph

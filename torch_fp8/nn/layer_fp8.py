@@ -163,15 +163,16 @@ class LayerFP8:
         return (every.input, every.weight.quantizer, every.grad_output)[operand]
 
     def producer_quantizer(self, layer: Any, operand: int) -> Quantizer | None:
-        """Return the quantizer of INPUT or GRAD_OUTPUT if it needs no amax of the tensor, or None.
+        """Return the quantizer of INPUT or GRAD_OUTPUT if its scale is already known, or None.
 
-        Its scale is already known, or it has block scales.
+        An input with block scales needs no other scale. With Smooth-SwiGLU its scale is not known.
         """
-        quantizer = self.quantizer(layer, operand)
-        if self.channels is not None and operand == INPUT:
+        is_block = operand == INPUT and self.recipe.input.granularity.startswith("block")
+        is_known = self.scaling is not None and not isinstance(layer.weight, DTensor)
+        if not (is_block or is_known) or (self.channels is not None and operand == INPUT):
             return None
-        is_known = quantizer.source.scale is not None and not isinstance(layer.weight, DTensor)
-        return quantizer if is_known or quantizer.spec.granularity.startswith("block") else None
+        quantizer = self.quantizer(layer, operand)
+        return quantizer if is_block or quantizer.source.scale is not None else None
 
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor (see `Quantizers`) from now on, or to None."""

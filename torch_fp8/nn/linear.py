@@ -96,8 +96,8 @@ class Float8Layer(FrozenStorage):
 
     @property
     def runs_fp8(self) -> bool:
-        fp8 = self.fp8
-        if current_pass.requested or current_pass.is_exporting() or fp8.paused:
+        fp8 = self.fp8  # `current_pass.is_exporting` without a call
+        if current_pass.requested or torch.compiler._is_exporting_flag or fp8.paused:
             return False
         return self.training or fp8.config.eval_fp8
 
