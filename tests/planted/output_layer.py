@@ -63,7 +63,7 @@ FAULTS = {
     ),
     ("torch_fp8/nn/logit_steps.py", _READS): (
         "an index that reaches the classes takes hidden features",
-        "    if num_dims >= x.ndim:\n        return NotImplemented\n",
+        "    if sum(_num_dims(item) for item in items) >= x.ndim:\n        return NotImplemented\n",
         "",
         "a view that moves classes into tokens is recorded",
         "if not is_last or shape_of.dtype",
