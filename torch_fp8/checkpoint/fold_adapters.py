@@ -134,19 +134,14 @@ class AdapterFold:
         if own_child(model, "base_layer") is not None:
             model = _innermost(model)
         elif own_child(model, "original_module") is not None:
-            model = self._copy_or_original(model)
+            wrapper: Any = model
+            active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+            is_copy = self._merge and active
+            model = wrapper.modules_to_save[active[0]] if is_copy else wrapper.original_module
         yield unwrapped_name(prefix), model
         for name, part in model.named_modules(remove_duplicate=False):
             if name and "." not in name:  # a child, under each of its names
                 yield from self.walk(part, f"{prefix}.{name}".lstrip("."))
-
-    def _copy_or_original(self, wrapper: Any) -> nn.Module:
-        active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
-        if self._merge and active:
-            chosen: nn.Module = wrapper.modules_to_save[active[0]]
-            return chosen
-        original: nn.Module = wrapper.original_module
-        return original
 
     @torch.no_grad()
     def __call__(self, layer: nn.Module, weight: Tensor, parameter: str = "weight") -> Tensor:
