@@ -247,7 +247,6 @@ _MODULES = {
     "quantizer": "torch_fp8.tensor.quantizer",
     "quick_launch": "torch_fp8.kernels.quick_launch",
     "rollouts": "accelerate_fp8.rollouts",
-    "safetensors_files": "torch_fp8.checkpoint.safetensors_files",
     "series_module": "torch_fp8.monitor.series",
     "smoke": "torch_fp8_tools.env.smoke",
     "smooth_operands": "torch_fp8.nn.smooth_operands",

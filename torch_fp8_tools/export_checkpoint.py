@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch_fp8.checkpoint.export import (
     ExportReport,
     copy_tokenizer,
-    report_of,
-    warned,
+    reported,
     write_quantization,
 )
 from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
@@ -127,13 +126,13 @@ def export_checkpoint(
         _load_history(model, {key.removeprefix(first): history[key] for key in own})
     plan = plan_export(model, format, AdapterFold(model, merge=False), tensors)
     with whole_folder(path) as folder:
-        write_safetensors(folder, plan.groups, most)
+        sizes = write_safetensors(folder, plan.groups, most)
         for name in ("config.json", "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         write_quantization(folder, plan)
         copy_tokenizer(source, folder)
-    return warned(report_of(model, plan, path))
+    return reported(model, plan, path, sizes)
 
 
 class _Tensors(ModelTensors):

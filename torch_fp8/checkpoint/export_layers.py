@@ -224,8 +224,6 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
 def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
     """Refuse values with an Inf or NaN, with the name of their tensor."""
     checked = values if isinstance(values, Tensor) else values.scale
-    if checked.is_meta:
-        return
     is_finite = not checked.is_floating_point() or bool(checked.isfinite().all())
     if isinstance(values, QuantizedTensor):
         is_nan = values.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS

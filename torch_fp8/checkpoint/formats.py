@@ -261,7 +261,7 @@ class ExportFormat:
     def tensors(
         self, name: str, payload: QuantizedTensor, input_scale: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the file for a layer's weight; on the meta device, its plan.
+        """Yield (name, tensor) in the file for a layer's weight.
 
         Args:
             name: the layer's name in the file.

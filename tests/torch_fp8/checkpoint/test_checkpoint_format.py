@@ -132,7 +132,7 @@ BROKEN = {
     "NaN": (_with(KEY, lambda s: s * float("nan")), rf"'{KEY}' holds an Inf or NaN"),
     "zero": (_with(KEY, lambda s: s * 0), rf"'{KEY}' holds a scale of zero or below"),
     "negative": (_with(KEY, lambda s: -s), rf"'{KEY}' holds a scale of zero or below"),
-    "integer": (_with(KEY, lambda s: s.int()), rf"'{KEY}' has dtype I32"),
+    "integer": (_with(KEY, lambda s: s.int()), rf"'{KEY}' has dtype torch.int32"),
     "no weight": (_without("up_proj.weight"), rf"'{KEY}' has no E4M3 weight beside it"),
     "BF16 weight": (
         _with("up_proj.weight", lambda w: w.bfloat16()),
