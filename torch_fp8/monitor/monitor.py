@@ -13,6 +13,7 @@ The monitor never stops a run: an error in it becomes one warning with the reaso
 that it could not measure are missing.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -41,17 +42,16 @@ from torch_fp8.monitor.observer import Observer, hook_step
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
-    is_compiled,
     kinds_of,
-    logits_layer,
     look_at_gated_mlps,
     look_at_histories,
     look_at_saturation,
     look_at_updates,
-    trained,
 )
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series
+from torch_fp8.nn.class_swap import without_compiler
+from torch_fp8.nn.layer_filter import output_layer
 from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.argument_types import check_arguments
 
@@ -105,18 +105,23 @@ class Monitor:
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
         self._experts = ExpertModules(model)
-        self._trained = [*trained(self._layers), *trained(self._experts.weights)]
+        weights: list[tuple[str, Any]] = [*self._layers, *self._experts.weights]
+        self._trained = [(name, owner) for name, owner in weights if owner.weight.requires_grad]
         kinds = kinds_of(self._layers, self._mlps, config.monitor_probes)
         self.series = Series(kinds | self._experts.kinds())
         self.fallback = Fallback(self._layers, self._mlps, config)
+        head = output_layer(model) or getattr(model, "lm_head", None)
         self._observer = Observer(
             self._layers,
             self._experts,
             clip_search="clip_search" in config.monitor_probes,
-            head=logits_layer(model) if "logit_sharpness" in config.monitor_probes else None,
+            head=head if "logit_sharpness" in config.monitor_probes else None,
             failed=self._events.failed,
         )
-        self._eager = any(is_compiled(module) for module in model.modules())
+        self._eager = any(
+            getattr(module, "_compiled_call_impl", None) or without_compiler(module) is not module
+            for module in model.modules()
+        )
         self._losses = Losses()
         self._reported: dict[str, Tensor] = {}
         self._spiked_at = 0
@@ -180,7 +185,6 @@ class Monitor:
         self._experts.remove()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         self.flush()
         self.fallback.undo()
 
@@ -256,8 +260,8 @@ class Monitor:
         vector = self.series.vector({}, self._device)
         with guarded(self._events.failed):
             vector = self.series.vector(seen, self._device)
-        values = self.series.joined(vector)
-        return self.series.named(values)
+        pairs = zip(self.series.names, self.series.joined(vector), strict=True)
+        return {name: value for name, value in pairs if not math.isnan(value)}
 
     def _measure_losses(self) -> None:
         """Fetch the losses since the last time, and report the first of consecutive spikes."""
