@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export import (
-    ExportReport,
-    copy_tokenizer,
-    reported,
-    write_quantization,
-)
+from torch_fp8.checkpoint.export import ExportReport, copy_tokenizer, reported, write_quantization
 from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
 from torch_fp8.checkpoint.fold_adapters import AdapterFold
 from torch_fp8.checkpoint.formats import ExportFormat

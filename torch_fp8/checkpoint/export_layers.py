@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
@@ -195,15 +194,6 @@ def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
         raise ValueError(
             f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
             f"in high precision; convert the model with {name!r} in skip"
-        )
-
-
-def refuse_sharded(key: str, tensor: Tensor) -> None:
-    """Refuse a tensor of which this rank has only a part."""
-    if isinstance(tensor, DTensor):
-        raise ValueError(
-            f"'{key}' is sharded across ranks; save the model with Lightning or Accelerate, then "
-            "run torch-fp8 export on that checkpoint"
         )
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.export_layers import (
     check_finite,
@@ -28,7 +29,6 @@ from torch_fp8.checkpoint.export_layers import (
     ignored_experts,
     one_recipe,
     refuse_ambiguous,
-    refuse_sharded,
     refuse_tied,
     with_routers,
 )
@@ -297,7 +297,11 @@ def plan_export(
             plan.fp8.append(name)
             plan.recast += [name] if fused and format and format.block == FROZEN_BLOCK else []
         for key, tensor in own_tensors(name, module):
-            refuse_sharded(key, tensor)
+            if isinstance(tensor, DTensor):
+                raise ValueError(
+                    f"'{key}' is sharded across ranks; save the model with Lightning or "
+                    "Accelerate, then run torch-fp8 export on that checkpoint"
+                )
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
                 refuse_tied(name, before.removesuffix(".weight"), layers)

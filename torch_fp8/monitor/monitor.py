@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.monitor.alarm import (
-    DEFAULT_BOUNDS,
-    Bound,
-    Crossing,
-    Losses,
-    crossings,
-    is_told,
-    layer_of,
-)
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, Losses, crossings, layer_of
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
 from torch_fp8.monitor.fallback import Fallback
@@ -54,6 +46,9 @@ from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.layer_filter import output_layer
 from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.argument_types import check_arguments
+
+_REPORTED = 100
+"""The interval at which consecutive spikes are reported after the first one."""
 
 
 class Monitor:
@@ -267,7 +262,7 @@ class Monitor:
         """Fetch the losses since the last time, and report the first of consecutive spikes."""
         for step, loss, spikes in self._losses.fetch():
             self._spiked_at = step if spikes else self._spiked_at
-            if is_told(spikes):
+            if spikes == 1 or (spikes and spikes % _REPORTED == 0):
                 more = f", as are the {spikes - 1} before it" if spikes > 1 else ""
                 what = f"the loss of step {step} is {loss:.4g}, far above the last ones{more}"
                 self._events.note(step, {"event": "loss_spike", "layer": "", "what": what})

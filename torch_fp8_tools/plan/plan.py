@@ -200,7 +200,9 @@ def _plan_level(
     without_gradients = plain.total - plain.gradients
     backward = step.backward + sum(parts.values()) - without_gradients - plain.gradients
     total = sum(parts.values()) + forward
-    peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
+    # Gradients persist between micro-batches, of which a pipeline has several, or in DDP's buckets.
+    persist = setup.accumulate > 1 or (setup.data > 1 and setup.fsdp == 1)
+    peak = total if persist else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
     exchanged = report(BF16).gradients / 4 if setup.data > 1 else 0.0  # elements
     wire = wire_bytes(setup, exchanged, step, level)

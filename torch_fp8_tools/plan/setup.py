@@ -168,11 +168,6 @@ class Setup:
         """The layers of the model."""
         return Layers(self.config)
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients persist between micro-batches, or in DDP's buckets."""
-        return self.accumulate > 1 or self.pipeline > 1 or (self.data > 1 and self.fsdp == 1)
-
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""
         return FP8Config(recipe=self.recipe, opt_level=level)
