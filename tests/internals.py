@@ -15,7 +15,6 @@ _NAMES = {
     "accelerate_fp8.history": "load_history save_history",
     "accelerate_fp8.logprob_difference": "LogprobDifference SampledLogprobs warning_of",
     "accelerate_fp8.rollouts": "sampled_mask",
-    "accelerate_fp8.routing": "find_routers",
     "accelerate_fp8.trainer": "post_init",
     "lightning_fp8.blocks": "find_blocks find_roots",
     "lightning_fp8.fsdp": "keep_stream",
