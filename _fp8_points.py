@@ -34,7 +34,6 @@ DISTRIBUTIONS = {
 _CONNECTOR = {"__init__": "init", "_check_and_init_precision": "check_and_init_precision"}
 _FABRIC = {f"_Connector.{name}": ours for name, ours in _CONNECTOR.items()}
 _TRAINER = {f"_Accelerator{name[1:]}": ours for name, ours in _FABRIC.items()}
-_CHOICES = {"_PRECISION_INPUT_STR": ""}
 _ROLLOUTS = {
     "_generate_single_turn": "generate_single_turn",
     "_generate_and_score_completions": "generate_and_score_completions",
@@ -44,10 +43,8 @@ _ROLLOUTS = {
 }
 
 POINTS: dict[str, dict[str, str]] = {
-    "lightning.fabric.plugins.precision.precision": _CHOICES,
     "lightning.fabric.connector": _FABRIC,
     "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
-    "lightning_fabric.plugins.precision.precision": _CHOICES,
     "lightning_fabric.connector": _FABRIC,
     "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER,
     "accelerate.utils.imports": {"is_fp8_available": "is_fp8_available"},
@@ -88,6 +85,8 @@ POINTS: dict[str, dict[str, str]] = {
         }
         for name in ("GRPO", "RLOO")
     },
+    "peft.tuners.tuners_utils": {"BaseTuner._unload_and_optionally_merge": "unload"},
+    "peft.utils.save_and_load": {"get_peft_model_state_dict": "adapter_state"},
 }
 """The dotted names in each module, each with our function that replaces it and receives the
 original; empty if a name is a copy or is extended in another way.

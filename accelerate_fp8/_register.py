@@ -20,9 +20,8 @@ _TRAINER, _ROLLOUTS = "accelerate_fp8.trainer", "accelerate_fp8.rollouts"
 _REFUSING = ("accelerate.accelerator", "transformers.training_args")
 """Modules whose first extension point raises the refusal of a host that is too old."""
 _UNCHECKED = (
-    "accelerate.utils.imports",
-    "transformers.generation.utils",
-    "transformers.modeling_utils",
+    *("accelerate.utils.imports", "transformers.generation.utils"),
+    *("transformers.modeling_utils", "peft.tuners.tuners_utils", "peft.utils.save_and_load"),
 )
 """Modules that are extended in any version, because the flag is accepted or FP8 runs without it."""
 
@@ -142,6 +141,8 @@ _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "trl.generation.vllm_generation": ("accelerate_fp8.engine_sync", _of_accelerator),
     "trl.trainer.grpo_trainer": (_ROLLOUTS, _of_accelerator),
     "trl.trainer.rloo_trainer": (_ROLLOUTS, _of_accelerator),
+    "peft.tuners.tuners_utils": (_ADAPTERS, _may_be_frozen),
+    "peft.utils.save_and_load": (_ADAPTERS, _may_be_frozen),
 }
 """The module of our functions for each of the hosts', and the function that wants them."""
 
@@ -164,15 +165,14 @@ def extend(module: Any) -> None:
             wrap(module, package, wanted, {f"{cls}.log": "say_unmeasured"})
     elif name in _REFUSING:
         refuse_when(asks_for_fp8, module, next(iter(POINTS[name])), too_old)
+    if name == "peft.tuners.tuners_utils" and "__init_subclass__" not in vars(
+        module.BaseTunerLayer
+    ):
+        _extend_layers(module.BaseTunerLayer)
 
 
-def extend_tuners(module: Any) -> None:
+def _extend_layers(base: Any) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers for bases that are stored only in FP8."""
-    base: Any = module.BaseTunerLayer
-    names = {"BaseTuner._unload_and_optionally_merge": "unload"}
-    wrap(module, _ADAPTERS, _may_be_frozen, names)
-    if "__init_subclass__" in vars(base):
-        return
 
     def extend_layer(cls: type) -> None:
         own = {name: "merge_exactly" for name in ("merge", "unmerge") if name in vars(cls)}
@@ -188,8 +188,3 @@ def extend_tuners(module: Any) -> None:
         extend_layer(cls)
         known += cls.__subclasses__()
     base.__init_subclass__ = classmethod(__init_subclass__)
-
-
-def extend_adapter_state(module: Any) -> None:
-    """Extend PEFT's ``get_peft_model_state_dict`` so that it does not read bases stored in FP8."""
-    wrap(module, _ADAPTERS, _may_be_frozen, {"get_peft_model_state_dict": "adapter_state"})

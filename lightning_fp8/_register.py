@@ -1,21 +1,18 @@
-"""The extension points in Lightning; `_fp8_autoload` calls these functions with the imported
-module.
+"""The extension points in Lightning; `_fp8_autoload` calls `extend` with the imported module.
 
 Lightning is published twice, as ``lightning`` (with ``lightning.fabric`` and ``lightning.pytorch``)
 and as ``lightning_fabric`` and ``pytorch_lightning``: two full copies of the code with separate
-classes. Three points are extended in each: the choices of ``precision``, and the two connectors
-that turn ``precision`` and ``plugins`` into a precision plugin. The rest uses Lightning's Precision
+classes. The two connectors, which turn ``precision`` and ``plugins`` into a precision plugin, are
+extended in each, and so are the choices of ``precision``. The rest uses Lightning's Precision
 interface.
 
-Each function may be called twice. If the upstream name has moved, it raises AttributeError before
-it changes anything.
+`extend` may be called twice. If an upstream name has moved, it raises AttributeError, and the host
+works as without this package.
 """
 
-import contextlib
 import sys
 from importlib import import_module
-from types import ModuleType
-from typing import Any, Union, get_args
+from typing import Any, get_args
 
 from _fp8_points import POINTS, refusal, refuse_when, wrap
 
@@ -64,45 +61,19 @@ class Request:
         return cls(**self.request)
 
 
-def extend_precision_choices(module: Any) -> None:
-    """Add ``fp8-mixed`` to the precision strings in the module that defines them.
-
-    All other modules copy the two names, so they are replaced before that happens. If Lightning was
-    imported first, it is too late to replace them; then the type, which all copies share, is
-    changed in place.
-    """
-    # If the host is too old, the connector raises the refusal.
-    too_old = refusal(module.__name__.partition(".")[0]) is not None
-    with contextlib.suppress(*[AttributeError] * too_old):
-        _add_choice(module)
-
-
-def _add_choice(module: Any) -> None:
-    literal = module._PRECISION_INPUT_STR
-    if PRECISION in get_args(literal):
-        return
-    choices = (*get_args(literal), PRECISION)
-    fabric = module.__name__.removesuffix(".plugins.precision.precision")
-    if f"{fabric}.connector" in sys.modules:
-        literal.__args__ = choices
-        return
-    parts, extended = get_args(module._PRECISION_INPUT), literal.copy_with(choices)
-    module._PRECISION_INPUT_STR = extended
-    module._PRECISION_INPUT = Union[tuple(extended if p == literal else p for p in parts)]  # noqa: UP007
-
-
-def extend_connector(module: ModuleType) -> None:
+def extend(module: Any) -> None:
     """Make the connector of Fabric or of the Trainer accept ``fp8-mixed`` and `FP8Precision`."""
+    # All modules that copy this type share one object, so it is changed in place.
+    literal = module._PRECISION_INPUT_STR
+    choices = tuple(choice for choice in get_args(literal) if choice != PRECISION)
+    literal.__args__ = choices  # the host refuses the flag if a name has moved
     too_old = refusal(module.__name__.partition(".")[0])
-    if too_old is not None:
+    if too_old is None:
+        wrap(module, __name__, lambda *_: True)
+    else:
         name = next(iter(POINTS[module.__name__]))
         refuse_when(lambda _, args, kwargs: _asks_for_fp8(kwargs), module, name, too_old)
-        return
-    try:
-        wrap(module, __name__, lambda *_: True)
-    except AttributeError:
-        _withdraw_choice(module)
-        raise
+    literal.__args__ = (*choices, PRECISION)
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,13 +135,6 @@ def _class_of_ours(given: Any) -> str | None:
         if cls is not None and isinstance(given, cls):
             return name
     return None
-
-
-def _withdraw_choice(connector_module: ModuleType) -> None:
-    """Remove ``fp8-mixed`` if it cannot be supported, so that the host refuses it."""
-    literal = getattr(connector_module, "_PRECISION_INPUT_STR", None)
-    if literal is not None:
-        literal.__args__ = tuple(choice for choice in get_args(literal) if choice != PRECISION)
 
 
 _MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
