@@ -66,24 +66,22 @@ def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
     Raises:
         ValueError: `explicit` is set and another backend was chosen, too.
     """
-    other = _other_backend(handlers)
-    if other is not None and explicit:
-        raise ValueError(
-            f"FP8Kwargs chooses the engine torch_fp8, but {other} was given too; leave one out"
-        )
-    return other is None
-
-
-def _other_backend(handlers: Iterable[object]) -> str | None:
     from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
-    for handler in handlers:  # the deprecated FP8RecipeKwargs derives from the latter two
-        if isinstance(handler, (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)):
-            return type(handler).__name__
+    recipes = (
+        AORecipeKwargs,
+        TERecipeKwargs,
+        MSAMPRecipeKwargs,
+    )  # FP8RecipeKwargs derives from two
+    others = [type(handler).__name__ for handler in handlers if isinstance(handler, recipes)]
     backend = os.environ.get(BACKEND_VARIABLE, "").upper()
-    if backend in ("", "NO", FP8Engine.TORCH_FP8.value):
-        return None
-    return f"--fp8_backend {backend.lower()} ({BACKEND_VARIABLE})"
+    if backend not in ("", "NO", FP8Engine.TORCH_FP8.value):
+        others.append(f"--fp8_backend {backend.lower()} ({BACKEND_VARIABLE})")
+    if others and explicit:
+        raise ValueError(
+            f"FP8Kwargs chooses the engine torch_fp8, but {others[0]} was given too; leave one out"
+        )
+    return not others
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ class RolloutState:
         self.scored: Tensor | None = None
         self.is_scoring = False
         self.differences = {"train": LogprobDifference(), "eval": LogprobDifference()}
-        self.said: set[str] = set()
+        self.has_warned = False
 
     @contextlib.contextmanager
     def scoring(self) -> Any:
@@ -84,8 +84,6 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
         result = original(self, *args, **kwargs)
     several = isinstance(result, tuple)
     state.sampled = watch.of(result[0] if several else result)
-    if state.sampled is None:
-        _unmeasured(self, "this generation method does not expose the logits it samples from")
     if not several or result[1] is not None:
         return result
     return (result[0], state.sampled, *result[2:])
@@ -99,7 +97,7 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     state = _state_of(self)
     state.sampled = None
     with state.scoring():
-        output: dict[str, Any] = original(self, *args, **kwargs)
+        output = original(self, *args, **kwargs)
     sampled = output.get("sampling_per_token_logps")
     if state.sampled is not None:
         sampled = _padded(state.sampled, output["completion_ids"])
@@ -108,7 +106,11 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     if "old_logps" in output:  # RLOO's, summed over tokens
         scored = state.scored
     if sampled is None:
-        _unmeasured(self, "the sampler did not return log-probabilities")
+        _unmeasured(
+            "the sampler did not return log-probabilities"
+            if self.use_vllm
+            else "this generation method does not expose the logits it samples from"
+        )
     elif scored is None:
         output[_SAMPLED] = sampled
     else:
@@ -136,7 +138,7 @@ def compute_loss(
     with state.scoring():
         loss = original(self, model, inputs, *args, **kwargs)
     if state.scored is None:
-        _unmeasured(self, "the loss computes no log-probabilities (a fused loss)")
+        _unmeasured("the loss computes no log-probabilities (a fused loss)")
     else:
         _measure(self, inputs, sampled, state.scored)
     return loss
@@ -155,14 +157,16 @@ def log(original: Any, self: Any, logs: dict[str, Any], *args: Any, **kwargs: An
                 logs[key] = None if math.isnan(value) else value
             layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
             recipes = sorted({layer.fp8.recipe.name for layer in layers})
-            if text := warning_of(mean, recipes, self.use_vllm):
-                _say_once(state, "bound", text)
+            text = warning_of(mean, recipes, self.use_vllm)
+            if text and not state.has_warned:
+                state.has_warned = True
+                warn_once(text)
     return original(self, logs, *args, **kwargs)
 
 
 def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``log`` of a trainer without the required methods: warn that nothing is measured."""
-    _unmeasured(self, "the methods of this version of TRL are not supported")
+    _unmeasured("the methods of this version of TRL are not supported")
     return original(self, *args, **kwargs)
 
 
@@ -173,14 +177,12 @@ def _measure(trainer: Any, inputs: dict[str, Any], sampled: Tensor, scored: Tens
 
 def sampled_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Return the mask (B, T) of a batch's tokens that the policy sampled, not a tool."""
-    mask: Tensor = inputs["completion_mask"]
-    of_tools = inputs.get("tool_mask")
+    mask, of_tools = inputs["completion_mask"], inputs.get("tool_mask")
     return mask if of_tools is None else mask * of_tools
 
 
 def _state_of(trainer: Any) -> RolloutState:
-    state: RolloutState = vars(trainer).setdefault("_fp8_rollouts", RolloutState())
-    return state
+    return vars(trainer).setdefault("_fp8_rollouts", RolloutState())
 
 
 def _padded(rows: Logprobs, like: Tensor) -> Tensor:
@@ -191,12 +193,5 @@ def _padded(rows: Logprobs, like: Tensor) -> Tensor:
     return padded.to(like.device)
 
 
-def _unmeasured(trainer: Any, reason: str) -> None:
-    text = f"FP8: fp8/logprob_difference is not measured: {reason}"
-    _say_once(_state_of(trainer), "unmeasured", text)
-
-
-def _say_once(state: RolloutState, kind: str, text: str) -> None:
-    if kind not in state.said:
-        state.said.add(kind)
-        warn_once(text)
+def _unmeasured(reason: str) -> None:
+    warn_once(f"FP8: fp8/logprob_difference is not measured: {reason}")
