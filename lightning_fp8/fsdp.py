@@ -281,13 +281,13 @@ def host_classes(module: str, host: str) -> tuple[Any, Any]:
     parallel = import_module(f"{host}.strategies").ModelParallelStrategy
     zero = import_module(f"{host}.utilities.rank_zero")
     body = {"__module__": module, "warn": staticmethod(zero.rank_zero_warn)}
-    of_strategy = {**body, "__doc__": f"`lightning_fp8.FP8FSDPStrategy` for ``{host}``."}
-    body["__doc__"] = f"`lightning_fp8.FP8Precision` for ``{host}``."
     body["info"] = staticmethod(zero.rank_zero_info)
-    return (
-        type("FP8Precision", (precision, mixed), body),
-        type("FP8FSDPStrategy", (strategy, parallel), of_strategy),
+    bases = {"FP8Precision": (precision, mixed), "FP8FSDPStrategy": (strategy, parallel)}
+    ours, theirs = (
+        type(name, own, {**body, "__doc__": f"`lightning_fp8.{name}` for ``{host}``."})
+        for name, own in bases.items()
     )
+    return ours, theirs
 
 
 class Float32Weights(Hook):
