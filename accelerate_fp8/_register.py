@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from _fp8_points import POINTS, Wanted, refusal, refuse_when, wrap
+from _fp8_points import Wanted, refusal, refuse_when, wrap
 
 _STANDARD, _ADAPTERS = __name__, "accelerate_fp8.adapters"
 _TRAINER, _ROLLOUTS = "accelerate_fp8.trainer", "accelerate_fp8.rollouts"
@@ -78,7 +78,7 @@ def check_cuda_fp8_capability(original: Any) -> bool:
     return bool(import_module("accelerate_fp8.backend").PRECISION_KEPT.get() or original())
 
 
-def init_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Extend ``AcceleratorState.__init__``: read the environment again.
 
     `notebook_launcher` requests FP8 there long after torch was imported.
@@ -87,7 +87,7 @@ def init_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
 
 
-def ask_backend(
+def ask_options(
     original: Any, question: str, options: Any, convert_value: Any, default: int = 0
 ) -> Any:
     """Extend the menu of ``accelerate config``: list this engine first among the FP8 backends."""
@@ -164,7 +164,7 @@ def extend(module: Any) -> None:
             cls = "GRPOTrainer" if "grpo" in name else "RLOOTrainer"
             wrap(module, package, wanted, {f"{cls}.log": "say_unmeasured"})
     elif name in _REFUSING:
-        refuse_when(asks_for_fp8, module, next(iter(POINTS[name])), too_old)
+        refuse_when(asks_for_fp8, module, too_old)
     if name == "peft.tuners.tuners_utils" and "__init_subclass__" not in vars(
         module.BaseTunerLayer
     ):

@@ -190,7 +190,7 @@ def prepare_optimizer(
         return original(self, optimizer, device_placement)
 
 
-def clip_grad_norm_(
+def clip_grad_norm(
     original: Any, self: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
 ) -> Any:
     """Extend ``Accelerator.clip_grad_norm_``: gradient release leaves no gradient to measure.

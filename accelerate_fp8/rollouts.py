@@ -118,7 +118,7 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     return output
 
 
-def per_token_logps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def get_per_token_logps_and_entropies(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``_get_per_token_logps_and_entropies``: record its first result."""
     logps = original(self, *args, **kwargs)
     state = vars(self).get("_fp8_rollouts")

@@ -44,7 +44,7 @@ def post_init(original: Any, self: Any) -> None:
     )
 
 
-def create_accelerator(original: Any, self: Any) -> None:
+def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
     """Extend ``Trainer.create_accelerator_and_postprocess``: choose ``auto`` for rollouts.
 
     A trainer samples if its arguments have a temperature and a completion length, as TRL's do.

@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from typing import Any, get_args
 
-from _fp8_points import POINTS, refusal, refuse_when, wrap
+from _fp8_points import refusal, refuse_when, wrap
 
 PRECISION = "fp8-mixed"
 # Near misses of the precision's name, in lower case without hyphens and underscores.
@@ -71,8 +71,7 @@ def extend(module: Any) -> None:
     if too_old is None:
         wrap(module, __name__, lambda *_: True)
     else:
-        name = next(iter(POINTS[module.__name__]))
-        refuse_when(lambda _, args, kwargs: _asks_for_fp8(kwargs), module, name, too_old)
+        refuse_when(lambda _, args, kwargs: _asks_for_fp8(kwargs), module, too_old)
     literal.__args__ = (*choices, PRECISION)
 
 
