@@ -165,26 +165,23 @@ def extend(module: Any) -> None:
             wrap(module, package, wanted, {f"{cls}.log": "say_unmeasured"})
     elif name in _REFUSING:
         refuse_when(asks_for_fp8, module, too_old)
-    if name == "peft.tuners.tuners_utils" and "__init_subclass__" not in vars(
-        module.BaseTunerLayer
-    ):
+    if name == "peft.tuners.tuners_utils":
         _extend_layers(module.BaseTunerLayer)
 
 
 def _extend_layers(base: Any) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers for bases that are stored only in FP8."""
 
-    def extend_layer(cls: type) -> None:
+    def extend_layer(cls: Any) -> None:
         own = {name: "merge_exactly" for name in ("merge", "unmerge") if name in vars(cls)}
         wrap(cls, _ADAPTERS, _has_frozen_base, own)
+        for derived in cls.__subclasses__():
+            extend_layer(derived)
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
         extend_layer(cls)
 
-    known = base.__subclasses__()
-    while known:
-        cls = known.pop()
+    for cls in base.__subclasses__():
         extend_layer(cls)
-        known += cls.__subclasses__()
     base.__init_subclass__ = classmethod(__init_subclass__)

@@ -222,8 +222,8 @@ def unwrap_model(
     preparation = preparation_of(self)
     bound = inspect.signature(original).bind(self, model, *args, **kwargs)
     stock = not bound.arguments.get("keep_fp32_wrapper", True) and not is_sharded(model)
-    if stock:
-        preparation.optimizers.restore(self, model)
+    for optimizer in preparation.optimizers.that_train(self, model) if stock else ():
+        restore_weights(optimizer)
     unwrapped: nn.Module = original(*bound.args, **bound.kwargs)
     if stock:
         preparation.release(unwrapped)

@@ -117,8 +117,7 @@ class LogprobDifference:
         Args:
             accelerator: the ranks' Accelerator.
         """
-        own = self._sums
-        self._sums = None
+        own, self._sums = self._sums, None
         if own is None:
             own = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         sums = accelerator.gather(own.float().view(1, -1)).double().sum(0)

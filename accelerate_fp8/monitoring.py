@@ -39,11 +39,8 @@ class Monitoring:
         self._states: list[dict[str, Any]] = []
         self._waiting: list[dict[str, float]] = []
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy watches nothing
-        return {"config": self.config, "_say": self._say}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["config"], state["_say"])  # type: ignore[misc]
+    def __reduce__(self) -> Any:  # a copy watches nothing
+        return Monitoring, (self.config, self._say)
 
     def attach(
         self,
@@ -108,15 +105,11 @@ class Monitoring:
             if step and not monitor.step:
                 monitor.load_state_dict({**monitor.state_dict(), "step": step})
 
-    def to_trainer(self) -> None:
-        """Pass the measurements of the finished step to the Trainer."""
-        trainer, waiting = self._trainer(), self._waiting
-        self._waiting = []
-        if trainer is not None and waiting:
-            from accelerate_fp8.trainer_callback import log_silently
-
-            for series in waiting:
-                log_silently(trainer, series)
+    def to_trainer(self, log: Callable[[Any, dict[str, float]], None]) -> None:
+        """Pass the measurements of the finished step to the Trainer by `log`."""
+        waiting, self._waiting = self._waiting, []
+        for series in waiting:
+            log(self._trainer(), series)
 
     def finish(self) -> None:
         """Write the remaining losses and log a summary, when a Trainer has finished."""

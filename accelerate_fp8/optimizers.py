@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
+from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.distributed.ddp.connection import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
@@ -46,7 +46,7 @@ class PreparedOptimizers:
     def __init__(self, config: FP8Config) -> None:
         self.config = config
         self._reports: MutableMapping[Optimizer, OptimizerReport] = WeakKeys()
-        self._unannounced: list[Optimizer] = []
+        self._unannounced: dict[Optimizer, None] = {}
         # Model -> its DistributedDataParallel, which Accelerate does not store. Its buckets exist
         # already when a later optimizer is prepared.
         self.ddps: MutableMapping[nn.Module, Any] = WeakKeys()
@@ -75,37 +75,29 @@ class PreparedOptimizers:
             return
         known = [self.wrapped(model) or model for model in [*models, *accelerator._models]]
         for optimizer in dict.fromkeys(map(bare, [*optimizers, *accelerator._optimizers])):
-            if optimizer in self._reports:
-                continue
-            trained = _trained_by(optimizer, known)
-            if trained is None:
-                continue
-            self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
+            trained = None if optimizer in self._reports else _trained_by(optimizer, known)
+            if trained is not None:
+                self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
 
     def record(self, optimizer: Optimizer, report: OptimizerReport) -> None:
         """Store the report of an optimizer for the next summary."""
         self._reports[optimizer] = report
-        self._unannounced.append(optimizer)
+        self._unannounced[optimizer] = None
 
-    def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
-        """Return the reports of the optimizers that train `model`, and mark them as announced."""
-        reports = []
-        for optimizer in self.that_train(accelerator, model):
-            report = self._reports.get(optimizer)
-            if report is None and self.enabled:
-                why = _why_as_it_was(accelerator)
-                report = OptimizerReport(type(optimizer).__name__, False, why)
-            if report is not None:
-                reports.append(gradients_report(optimizer, report))
-            self._unannounced = [o for o in self._unannounced if o is not optimizer]
-        return reports
+    def announce(self, accelerator: Any, optimizer: Optimizer) -> OptimizerReport:
+        """Return the report of an optimizer, which `take_unannounced` then leaves out."""
+        self._unannounced.pop(optimizer, None)
+        report = self._reports.get(optimizer)
+        if report is None:
+            why = _why_as_it_was(accelerator)
+            report = OptimizerReport(type(optimizer).__name__, False, why)
+        return gradients_report(optimizer, report)
 
     def take_unannounced(self, accelerator: Any) -> list[str]:
         """Return the reports that no summary contains yet, with the memory of their models."""
-        waiting, self._unannounced = self._unannounced, []
         lines = []
-        for optimizer in waiting:
-            lines.append(str(gradients_report(optimizer, self._reports[optimizer])))
+        for optimizer in list(self._unannounced):
+            lines.append(str(self.announce(accelerator, optimizer)))
             for model in accelerator._models:
                 if not set(_parameters(optimizer)).isdisjoint(model.parameters()):
                     lines[-1] += f"\n  memory    {expected_bytes_per_param(model, [optimizer])}"
@@ -119,17 +111,11 @@ class PreparedOptimizers:
 
     def all_of(self, accelerator: Any) -> list[Optimizer]:
         """Return the user's own optimizers that were prepared, converted or not."""
-        prepared = [*map(bare, accelerator._optimizers), *self._reports]
-        return [o for o in dict.fromkeys(prepared) if isinstance(o, Optimizer)]
-
-    def restore(self, accelerator: Any, model: nn.Module) -> int:
-        """Restore the original dtypes of the weights of `model`; return the number of weights."""
-        return sum(restore_weights(o) for o in self.that_train(accelerator, model))
+        return [*map(bare, accelerator._optimizers), *self._reports]
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel | None:
         """Return the DistributedDataParallel around a model, or None if there is none."""
-        ddp = self.ddps.get(model)
-        return None if ddp is None else ddp()
+        return self.ddps.get(model, lambda: None)()
 
 
 def bare(optimizer: Any) -> Any:
@@ -144,12 +130,9 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
     """
     parameters = set(_parameters(optimizer))
     missing = {p for p in parameters if is_large(p) and p.requires_grad}
-    trained: list[nn.Module] = []
-    for model in known:
-        held = parameters.intersection(model.parameters())
-        if held and all(model is not other for other in trained):
-            trained.append(model)
-            missing -= held
+    trained = [m for m in dict.fromkeys(known) if not parameters.isdisjoint(m.parameters())]
+    for model in trained:
+        missing.difference_update(model.parameters())
     if missing or not trained:
         return None
     return trained[0] if len(trained) == 1 else nn.ModuleList(trained)

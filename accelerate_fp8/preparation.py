@@ -210,7 +210,7 @@ class Preparation:
                 for model in self._waiting:
                     self._announced[model] = None
                     optimizers = self.optimizers.that_train(accelerator, model)
-                    reports = self.optimizers.reports_of(accelerator, model)
+                    reports = [self.optimizers.announce(accelerator, o) for o in optimizers]
                     communication = self.communication.get(model)
                     report = self._reports[model]
                     summary = report.summary(model, optimizers, reports, communication)

@@ -7,7 +7,8 @@ from transformers import Trainer, TrainerCallback
 from accelerate_fp8.preparation import log_visibly
 from torch_fp8.conversion.forward_precision import LastSteps
 
-_SCREEN = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+_SCREEN = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
+"""Callbacks that print; by name, because importing one of them needs IPython."""
 
 
 class MonitorCallback(TrainerCallback):
@@ -22,7 +23,7 @@ class MonitorCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the measurements of the finished step."""
-        self.monitoring.to_trainer()
+        self.monitoring.to_trainer(log_silently)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the remaining losses and log a summary."""
@@ -54,14 +55,11 @@ def log_silently(trainer: Any, series: dict[str, float]) -> None:
     """
     handler, is_due = trainer.callback_handler, trainer.control.should_log
     callbacks = handler.callbacks
-    handler.callbacks = [c for c in callbacks if not _is_on_screen(c)]
+    handler.callbacks = [
+        c for c in callbacks if _SCREEN.isdisjoint(cls.__name__ for cls in type(c).__mro__)
+    ]
     try:
         Trainer.log(trainer, dict(series))
     finally:
         handler.callbacks = callbacks
         trainer.control.should_log = is_due  # the Trainer's own entry follows
-
-
-def _is_on_screen(callback: Any) -> bool:
-    """Return whether a callback prints; by name, because importing one of them needs IPython."""
-    return any(cls.__name__ in _SCREEN for cls in type(callback).__mro__)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partialmethod
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -97,12 +97,11 @@ def register_as_strategy() -> None:
 class HostStrategy(FP8FSDPStrategy):
     """The common part of all hosts' strategies, a mixin before ``ModelParallelStrategy``."""
 
-    warn: Any
     is_of_host = True
-    # Attributes of ModelParallelStrategy.
-    num_nodes: Any
-    num_processes: Any
-    device_mesh: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of ModelParallelStrategy."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -157,11 +156,6 @@ class HostStrategy(FP8FSDPStrategy):
 class TrainerStrategy(HostStrategy):
     """The part of the Trainer's strategies."""
 
-    lightning_module: Any
-    precision_plugin: Any
-    root_device: Any
-    _forward_redirection: Any
-
     def setup(self, trainer: Any) -> None:
         """Shard the model, then set up as the host does with a model that its user has sharded.
 
@@ -214,9 +208,6 @@ class TrainerStrategy(HostStrategy):
 
 class FabricStrategy(HostStrategy):
     """The part of Fabric's strategies."""
-
-    setup_module: Any
-    setup_optimizer: Any
 
     def _host_options(self) -> dict[str, Any]:
         return {"parallelize_fn": self._parallelize}
