@@ -26,17 +26,16 @@ _UNCHECKED = (
 """Modules that are extended in any version, because the flag is accepted or FP8 runs without it."""
 
 
-_BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
+BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
 def asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the arguments or the launcher request this engine's FP8."""
     handlers = kwargs.get("kwargs_handlers") or ()
     theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
-    theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", ENGINE)
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
-    asked = launched_with_fp8() or any(value.lower() == "fp8" for value in given)
-    return asked and not theirs
+    theirs = theirs or os.environ.get(BACKEND_VARIABLE, "") not in ("", ENGINE)
+    given = [str(value).lower() for value in (*args, *kwargs.values())]
+    return (launched_with_fp8() or "fp8" in given) and not theirs
 
 
 def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -123,11 +122,6 @@ def _may_be_frozen(*_: Any) -> bool:
     return "torch_fp8.nn.frozen_storage" in sys.modules
 
 
-def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    fp8 = getattr(layer.get_base_layer(), "fp8", None)
-    return getattr(fp8, "frozen", None) is not None
-
-
 _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "accelerate.utils.imports": (_STANDARD, lambda *_: True),
     "accelerate.state": (_STANDARD, lambda *_: True),
@@ -174,7 +168,7 @@ def _extend_layers(base: Any) -> None:
 
     def extend_layer(cls: Any) -> None:
         own = {name: "merge_exactly" for name in ("merge", "unmerge") if name in vars(cls)}
-        wrap(cls, _ADAPTERS, _has_frozen_base, own)
+        wrap(cls, _ADAPTERS, _may_be_frozen, own)
         for derived in cls.__subclasses__():
             extend_layer(derived)
 

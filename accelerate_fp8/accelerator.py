@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 import _fp8_check
 from _fp8_points import TRIED, refusal
+from accelerate_fp8._register import ENGINE
 from accelerate_fp8.backend import (
     PRECISION_KEPT,
     SAMPLES,
-    FP8Engine,
     holding,
     is_engine_chosen,
     refuse_tensor_parallel,
@@ -69,8 +69,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     others = [handler for handler in handlers if handler not in ours]
     if len(ours) > 1:
         raise ValueError(f"You can only pass one {FP8Kwargs} in `kwargs_handlers`.")
-    if ours:
-        bound.arguments["kwargs_handlers"] = others
+    bound.arguments["kwargs_handlers"] = others
     precision = requested_precision(bound.arguments.get("mixed_precision"))
     if precision.startswith("fp8") and precision != "fp8":
         raise ValueError(f"mixed_precision={precision!r} is unknown; did you mean 'fp8'?")
@@ -114,7 +113,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         )
     if self.num_processes > 1:
         check_same_config(config)
-    refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
+    refuse_tensor_parallel(self.parallelism_config)
     if sharded:
         refuse_sharding(config)
     check_config(config, self.device)
@@ -238,16 +237,21 @@ def get_state_dict(
         return original(self, model, unwrap)
 
 
-def fp8_backend(original: Any, self: Any) -> FP8Engine:
-    """Extend the property ``Accelerator.fp8_backend``: it names this engine."""
-    return FP8Engine.TORCH_FP8
+def fp8_backend(original: Any, self: Any) -> str:
+    """Extend the property ``Accelerator.fp8_backend``: it names this engine.
+
+    The name equals no member of Accelerate's FP8BackendType, so Accelerate takes none of its
+    backend branches, while ``native_amp`` stays on: everything between the linear layers runs in
+    BF16 autocast.
+    """
+    return ENGINE
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     """Extend ``Accelerator._prepare_fsdp2``: convert before sharding, connect after it."""
     preparation = preparation_of(self)
-    record, models = preparation.optimizers, _of_type(args, nn.Module)
-    optimizers = [bare(obj) for obj in _of_type(args, Optimizer)] if record.enabled else []
+    models, splits = _of_type(args, nn.Module), preparation.config.opt_level != "O1"
+    optimizers = [bare(obj) for obj in _of_type(args, Optimizer)] if splits else []
     for model in models:
         preparation.convert(model, self.device, sharded=True)
         for optimizer in optimizers:  # float32 again, if the loop itself converted it
@@ -255,9 +259,9 @@ def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
             restore_output_dtype(model)
     prepared = original(self, *args)
     for model, sharded in zip(models, _of_type(prepared, nn.Module), strict=True):
-        reports = split_sharded(sharded, optimizers, record.config) if record.enabled else []
+        reports = split_sharded(sharded, optimizers, preparation.config) if splits else []
         for optimizer, report in zip(optimizers, reports, strict=True):
-            record.record(optimizer, report)
+            preparation.optimizers.record(optimizer, report)
         preparation.connect_sharded(model, sharded)
     return prepared
 

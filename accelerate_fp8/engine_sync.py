@@ -42,10 +42,10 @@ def sync_weights(original: Any, self: Any) -> None:
 
 
 def _is_handed_over(generation: Any) -> bool:
-    if generation.accelerator.distributed_type == DistributedType.FSDP:
-        return False
     modules = list(generation.model.modules())
-    if not any(isinstance(m, Float8Layer) for m in modules) or any(map(quantized_by, modules)):
+    sharded = generation.accelerator.distributed_type == DistributedType.FSDP
+    has_fp8 = any(isinstance(m, Float8Layer) for m in modules)
+    if sharded or not has_fp8 or any(map(quantized_by, modules)):
         return False
     reason = why_not_folded(generation.model)
     if not hasattr(generation, "_iter_named_params"):

@@ -54,11 +54,6 @@ class PreparedOptimizers:
     def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
         return {**self.__dict__, "ddps": WeakKeys()}
 
-    @property
-    def enabled(self) -> bool:
-        """Return whether the level converts optimizers at all."""
-        return self.config.opt_level != "O1"
-
     def convert(
         self, accelerator: Any, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
     ) -> None:
@@ -71,7 +66,7 @@ class PreparedOptimizers:
         Raises:
             ValueError: 8-bit states do not support an option of an optimizer.
         """
-        if not self.enabled:
+        if self.config.opt_level == "O1":
             return
         known = [self.wrapped(model) or model for model in [*models, *accelerator._models]]
         for optimizer in dict.fromkeys(map(bare, [*optimizers, *accelerator._optimizers])):

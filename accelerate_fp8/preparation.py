@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
@@ -135,21 +136,19 @@ class Preparation:
             ValueError: none does, and models were left unconverted.
         """
         if self.left and not self._runs_fp8:
-            reasons = "; ".join(self.left.values())
             raise ValueError(
-                f"mixed_precision='fp8', but no prepared model can run in FP8: {reasons}. "
-                f"{RUNS_IN_FP8}: prepare a model that has some before the first backward, or train "
-                "with mixed_precision='bf16'"
+                "mixed_precision='fp8', but no prepared model can run in FP8: "
+                f"{'; '.join(self.left.values())}. {RUNS_IN_FP8}: prepare a model that has some "
+                "before the first backward, or train with mixed_precision='bf16'"
             )
 
     def serve(self, trainer: Any) -> None:
         """Run with a Trainer, which calls back at its steps: the monitor, and the last steps."""
-        self.monitoring.serve(trainer)
-        if self.config.bf16_last and not self._knows_steps:
-            from accelerate_fp8.trainer_callback import LastStepsCallback
+        if (self.config.monitor or self.config.bf16_last) and not self._knows_steps:
+            from accelerate_fp8.trainer_callback import StepsCallback
 
-            self._knows_steps = True
-            trainer.add_callback(LastStepsCallback(self.config.bf16_last))
+            self._knows_steps, self.monitoring.trainer = True, ref(trainer)
+            trainer.add_callback(StepsCallback(self))
 
     def refuse_share(self) -> None:
         """Raise ValueError in the first backward if `bf16_last` is set and no Trainer counts."""
@@ -246,11 +245,9 @@ def log_visibly(message: str) -> None:
     own = logger.logger
     if own.level == logging.NOTSET and logging.root.level <= logging.WARNING:
         own.setLevel(logging.INFO)
-    if own.hasHandlers():
-        logger.info(message)
-        return
     handler = logging.StreamHandler()
-    own.addHandler(handler)
+    if not own.hasHandlers():
+        own.addHandler(handler)
     try:
         logger.info(message)
     finally:

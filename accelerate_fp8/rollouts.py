@@ -76,11 +76,9 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
     watch = SampledLogprobs(float(self.temperature))
     in_batches = any(getattr(self, name, False) for name in _IN_BATCHES)
-    with contextlib.ExitStack() as stack:
-        # TRL compiles nothing, and transformers drops its graphs after each generate_batch.
-        stack.enter_context(rollout(model, keep_graphs=False))
-        stack.enter_context(self.accelerator.autocast())
-        stack.enter_context(bf16_stream(model) if in_batches else watch.watching(model))
+    watching = bf16_stream(model) if in_batches else watch.watching(model)
+    # TRL compiles nothing, and transformers drops its graphs after each generate_batch.
+    with rollout(model, keep_graphs=False), self.accelerator.autocast(), watching:
         result = original(self, *args, **kwargs)
     several = isinstance(result, tuple)
     state.sampled = watch.of(result[0] if several else result)
@@ -102,9 +100,8 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     if state.sampled is not None:
         sampled = _padded(state.sampled, output["completion_ids"])
         output.pop("sampling_per_token_logps", None)  # keep the loss as it is without us
-    scored = output.get("old_per_token_logps")
-    if "old_logps" in output:  # RLOO's, summed over tokens
-        scored = state.scored
+    # RLOO's "old_logps" are summed over tokens.
+    scored = state.scored if "old_logps" in output else output.get("old_per_token_logps")
     if sampled is None:
         _unmeasured(
             "the sampler did not return log-probabilities"
@@ -121,8 +118,8 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
 def get_per_token_logps_and_entropies(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``_get_per_token_logps_and_entropies``: record its first result."""
     logps = original(self, *args, **kwargs)
-    state = vars(self).get("_fp8_rollouts")
-    if state is not None and state.is_scoring and state.scored is None:
+    state = _state_of(self)
+    if state.is_scoring and state.scored is None:
         state.scored = (logps[0] if isinstance(logps, tuple) else logps).detach()
     return logps
 
@@ -131,9 +128,8 @@ def compute_loss(
     original: Any, self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Extend ``compute_loss``: measure if the loss scores tokens of the same weights."""
-    state = vars(self).get("_fp8_rollouts")
-    sampled = inputs.get(_SAMPLED) if isinstance(inputs, dict) else None
-    if state is None or sampled is None:
+    state, sampled = _state_of(self), inputs.get(_SAMPLED) if isinstance(inputs, dict) else None
+    if sampled is None:
         return original(self, model, inputs, *args, **kwargs)
     with state.scoring():
         loss = original(self, model, inputs, *args, **kwargs)
@@ -146,21 +142,19 @@ def compute_loss(
 
 def log(original: Any, self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Extend ``log``: add the metrics, and warn once above the bound."""
-    state = vars(self).get("_fp8_rollouts")
-    if state is not None:
-        mode = "train" if self.model.training else "eval"
-        mean = state.differences[mode].take(self.accelerator)
-        if mean is not None:
-            metrics = {"difference": mean, "multiplicative_error": multiplicative_error(mean)}
-            for name, value in metrics.items():  # None like TRL's: loggers of JSON refuse NaN
-                key = f"{'' if mode == 'train' else 'eval_'}fp8/logprob_{name}"
-                logs[key] = None if math.isnan(value) else value
-            layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
-            recipes = sorted({layer.fp8.recipe.name for layer in layers})
-            text = warning_of(mean, recipes, self.use_vllm)
-            if text and not state.has_warned:
-                state.has_warned = True
-                warn_once(text)
+    state, mode = _state_of(self), "train" if self.model.training else "eval"
+    mean = state.differences[mode].take(self.accelerator)
+    if mean is not None:
+        metrics = {"difference": mean, "multiplicative_error": multiplicative_error(mean)}
+        for name, value in metrics.items():  # None like TRL's: loggers of JSON refuse NaN
+            key = f"{'' if mode == 'train' else 'eval_'}fp8/logprob_{name}"
+            logs[key] = None if math.isnan(value) else value
+        layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
+        recipes = sorted({layer.fp8.recipe.name for layer in layers})
+        text = warning_of(mean, recipes, self.use_vllm)
+        if text and not state.has_warned:
+            state.has_warned = True
+            warn_once(text)
     return original(self, logs, *args, **kwargs)
 
 

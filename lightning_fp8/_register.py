@@ -10,7 +10,6 @@ interface.
 works as without this package.
 """
 
-import sys
 from importlib import import_module
 from typing import Any, get_args
 
@@ -30,27 +29,33 @@ PLUGINS = {
     ),
 }
 
-# Public classes that a user creates; the modules above turn them into the host's own classes.
-REQUESTS = {"FP8Precision": "lightning_fp8.precision", "FP8FSDPStrategy": "lightning_fp8.fsdp"}
-
 
 class Request:
     """A user's object, which a connector replaces by one of its own copy of Lightning.
 
+    Its subclasses `FP8Precision` and `FP8FSDPStrategy` are public. The modules of `PLUGINS` have
+    subclasses of these, under the same names.
+
     Attributes:
         request: the keyword arguments of both.
+        attach: a plugin's method that attaches it to a strategy.
         is_of_host: whether the object belongs to a copy.
     """
 
     request: Any
+    attach: Any
     is_of_host = False
 
-    def for_host(self, cls: type) -> Any:
-        """Return this request as an object of `cls`, or itself if it already is one.
+    def for_host(self, plugin_module: str) -> Any:
+        """Return this request as an object of a host's class, or itself if it already is one.
 
+        Args:
+            plugin_module: the module with the host's class.
         Raises:
             TypeError: the object is of a class that the user derived from ours.
         """
+        public = next(cls for cls in type(self).__mro__ if Request in cls.__bases__)
+        cls = getattr(import_module(plugin_module), public.__name__)
         if isinstance(self, cls):
             return self
         if type(self).__base__ is not Request and not self.is_of_host:
@@ -100,8 +105,8 @@ def check_and_init_precision(original: Any, self: Any) -> Any:
     if plugin is None and PRECISION in (own.get("_precision_input"), own.get("_precision_flag")):
         plugin = import_module(plugin_module).FP8Precision()
     plugin = _for_host(plugin_module, plugin)
-    if _class_of_ours(plugin) is None:
-        if _class_of_ours(self.strategy) is not None:
+    if not isinstance(plugin, Request):
+        if isinstance(self.strategy, Request):
             raise ValueError(
                 "FP8FSDPStrategy only supports FP8: set precision='fp8-mixed' or "
                 "plugins=[FP8Precision(...)]; without FP8 use ModelParallelStrategy"
@@ -115,7 +120,7 @@ def _asks_for_fp8(given: dict[str, Any]) -> bool:
     """Return whether a host's arguments request FP8 by the flag, the plugin or the strategy."""
     plugins = given.get("plugins")
     listed = plugins if isinstance(plugins, list) else [plugins]
-    ours = any(map(_class_of_ours, [*listed, given.get("strategy")]))
+    ours = any(isinstance(each, Request) for each in [*listed, given.get("strategy")])
     return ours or given.get("precision") == PRECISION
 
 
@@ -123,17 +128,7 @@ def _for_host(plugin_module: str, given: Any) -> Any:
     """Replace our requests in `given`, an object or a list, by the class of `plugin_module`."""
     if isinstance(given, (list, tuple)):
         return [_for_host(plugin_module, one) for one in given]
-    name = _class_of_ours(given)
-    return given if name is None else given.for_host(getattr(import_module(plugin_module), name))
-
-
-def _class_of_ours(given: Any) -> str | None:
-    """Return the public class of which `given` is an instance, or None if it is not ours."""
-    for name, defined_in in REQUESTS.items():
-        cls = getattr(sys.modules.get(defined_in), name, None)
-        if cls is not None and isinstance(given, cls):
-            return name
-    return None
+    return given.for_host(plugin_module) if isinstance(given, Request) else given
 
 
 _MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"

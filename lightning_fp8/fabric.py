@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import HostPrecision
-from lightning_fp8.set_up_module import refusal
+from lightning_fp8.set_up_module import SetUpModule, refusal
 from torch_fp8.conversion.forward_precision import refuse_share
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.optim.merged_state import whole_weights
@@ -99,14 +99,13 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
 
     def _convert(self, optimizers: list[Optimizer]) -> None:
         """Convert optimizers, those of the same models together."""
-        groups: dict[tuple[int, ...], list[Optimizer]] = {}
-        live = self._live()
+        groups: dict[tuple[SetUpModule, ...], list[Optimizer]] = {}
         for optimizer in optimizers:
-            trained = tuple(i for i, model in enumerate(live) if model.trained_by(optimizer))
+            trained = tuple(model for model in self._live() if model.trained_by(optimizer))
             groups.setdefault(trained, []).append(optimizer)
         for trained, group in groups.items():
             if trained:
-                self._convert_optimizers([live[i] for i in trained], group)
+                self._convert_optimizers(trained, group)
 
     def _get_module_state_dict(self, strategy: Any, module: nn.Module) -> dict[str, Any]:
         with whole_weights(module):

@@ -136,11 +136,9 @@ class HostStrategy(FP8FSDPStrategy):
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
-            # torch 2.15 reduces the gradients of float32 weights in float32 by default.
+            # Gathers and reduces in BF16; torch 2.15 would reduce in float32 by default.
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.bfloat16,
-                cast_forward_inputs=False,
+                torch.bfloat16, torch.bfloat16, cast_forward_inputs=False
             ),
             "offload_policy": offload if self.cpu_offload else OffloadPolicy(),
         }

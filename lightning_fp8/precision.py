@@ -78,11 +78,7 @@ class FP8Precision(Request):
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         given = given_config(config, options, "FP8Precision")
         self.config = given or FP8Config.from_env() or FP8Config()
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The keyword arguments of a host's plugin."""
-        return {"config": self.config}
+        self.request = {"config": self.config}
 
     def __repr__(self) -> str:
         return f"FP8Precision({self.config})"
@@ -103,7 +99,6 @@ class HostPrecision(FP8Precision):
         super().__init__(config, **options)
         super(Request, self).__init__("bf16-mixed", device="cuda")  # type: ignore[call-arg]
         self.precision = "fp8-mixed"
-        self.device = "cuda"
         self._strategy: Any = None
         self._models: MutableMapping[nn.Module, SetUpModule] = weakref.WeakKeyDictionary()
 

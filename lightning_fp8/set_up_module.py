@@ -11,7 +11,7 @@ from torch_fp8 import ConversionReport, OptimizerReport
 from torch_fp8.conversion.selection import RUNS_IN_FP8
 
 
-@dataclass
+@dataclass(eq=False)
 class SetUpModule:
     """A module that the plugin has set up; not kept alive, because Fabric has no teardown."""
 
