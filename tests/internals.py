@@ -85,7 +85,7 @@ _NAMES = {
     "torch_fp8.nn.grouped_linear_function": "GroupedOptions cast_stacked grouped_linear",
     "torch_fp8.nn.head_call": "HeadCall",
     "torch_fp8.nn.input_group": "member_in_graph",
-    "torch_fp8.nn.layer_filter": "expert_weights matches quantized_by",
+    "torch_fp8.nn.layer_filter": "matches quantized_by",
     "torch_fp8.nn.layer_norm": "SharedOutput shared",
     "torch_fp8.nn.lazy_logits": "LazyLogits",
     "torch_fp8.nn.linear": "Float8Layer is_paused",
