@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.accelerate_fp8.conftest import experts_in
+
 pytestmark = pytest.mark.long
 
 
@@ -72,11 +74,36 @@ num_processes: 2
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_transformer_layer_cls_to_wrap: {}
   fsdp_cpu_ram_efficient_loading: {}
   fsdp_reshard_after_forward: true
   fsdp_state_dict_type: SHARDED_STATE_DICT
 """
+
+
+@pytest.fixture
+def launched(tmp_path, environment, forked_hosts):
+    """``launched(script, model, kinds, layer, sparing)``: the output under a configuration file."""
+
+    def launch(script, model, kinds, layer, sparing):
+        config = tmp_path / "fsdp.yaml"
+        config.write_text(CONFIG.format(layer, sparing))
+        command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
+        command += ["--main_process_port", "0", str(SCRIPTS / script), str(model)]
+        search = os.pathsep.join([environment["PYTHONPATH"], str(SCRIPTS.parents[2])])
+        done = subprocess.run(
+            [forked_hosts, *command, *kinds],
+            env={**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -84,24 +111,8 @@ fsdp_config:
     [("false", ["loop", "trainer", "dpo", "lora"]), ("true", ["loop", "lora"])],
     ids=["each-rank-loads", "rank-0-loads"],
 )
-def test_configuration_file_shards_unmodified_code(
-    tmp_path, environment, forked_hosts, tiny_model, sparing, kinds
-):
-    config = tmp_path / "fsdp.yaml"
-    config.write_text(CONFIG.format(sparing))
-    command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(tiny_model)]
-    search = os.pathsep.join([environment["PYTHONPATH"], str(SCRIPTS.parents[2])])
-    done = subprocess.run(
-        [forked_hosts, *command, *kinds],
-        env={**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_configuration_file_shards_unmodified_code(launched, tiny_model, sparing, kinds):
+    done = launched("fsdp2_config.py", tiny_model, kinds, "LlamaDecoderLayer", sparing)
     said = re.findall(r"rank (\d): (\w+) ", done.stdout)
     assert sorted(said) == sorted((rank, kind) for kind in kinds for rank in "01"), done.stdout
     line = "ranks     FSDP2: 14 weights gathered in FP8, gradients of 2 modules scattered in FP8"
@@ -110,6 +121,21 @@ def test_configuration_file_shards_unmodified_code(
         prepared = "LlamaForCausalLM, prepared with evaluation_mode=True"
         assert f"{prepared}: 14 of 15 linear layers, recipe tensorwise" in done.stderr
         assert f"{prepared}: FSDP2: 14 weights gathered in FP8" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "sparing",
+    [
+        pytest.param("true", id="rank-0-loads"),
+        pytest.param("false", id="each-rank-loads", marks=pytest.mark.slow),
+    ],
+)
+def test_a_configuration_file_shards_frozen_experts(launched, tiny_model, tmp_path, sparing):
+    folder = experts_in(tmp_path / "model", tiny_model, "Qwen3Moe")
+    done = launched("fsdp2_experts.py", folder, (), "Qwen3MoeDecoderLayer", sparing)
+    assert "rank 0: trained" in done.stdout
+    assert "rank 1: trained" in done.stdout
+    assert "frozen weights stored and gathered in FP8 only" in done.stderr
 
 
 def _numbers(text):

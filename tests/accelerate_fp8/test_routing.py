@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import torch_fp8
 from accelerate_fp8 import record_routing, routing_replay
 from tests.internals import expert_weights, find_routers
 from tests.moe_models import MODELS, moe_model
@@ -275,15 +274,6 @@ def test_a_router_that_is_not_known_is_named():
     mlp.route = nn.Identity()
     with pytest.raises(ValueError, match=r"no router beside 'model.layers.1.mlp.experts' \(Qwen3"):
         find_routers(model)
-
-
-@pytest.mark.parametrize(
-    "name", ["RoutingRecord", "RoutingReplay", "record_routing", "routing_replay"]
-)
-def test_its_place_in_the_engine_is_refused_by_name(name):
-    with pytest.raises(ImportError, match=f"torch_fp8.{name} was removed: take accelerate_fp8"):
-        exec(f"from torch_fp8 import {name}")
-    assert name not in torch_fp8.__all__
 
 
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
