@@ -12,12 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
-from tests.internals import (
-    Run,
-    averaging,
-    joined,
-    target_of,
-)
+from tests.internals import Run, averaging, joined, pieces_of, runs_of, target_of
 from tests.steps import adamw
 from tests.torch_fp8.distributed.ranks import RANK, RANKS, equal_on_ranks, on_ranks
 from torch_fp8 import FP8Config
@@ -417,3 +412,19 @@ def test_what_travels_behind_an_odd_bias_is_aligned(start):
     assert packed.data_ptr() % 16 == decoded.data_ptr() % 16 == 0
     in_place = decoded.data_ptr() == buffer[start:].data_ptr()
     assert in_place == stays == (start == 0), "in its own place where that is aligned"
+
+
+def test_neighbours_of_a_kind_travel_as_one_run():
+    buffer = torch.zeros(26518)
+    gradients, start = [], 0
+    for shape in ((64, 64), (64, 80), (4096,), (5,), (65, 77), (64, 64), (64, 64), (2, 2)):
+        numel = torch.Size(shape).numel()
+        gradients.append(buffer[start : start + numel].view(shape))
+        start += numel
+    assert runs_of(pieces_of(buffer, gradients)) == [
+        Run(0, 9216, True),
+        Run(9216, 13317, False),
+        Run(13317, 18322, True),
+        Run(18322, 26514, True),
+        Run(26514, 26518, False),
+    ]
