@@ -84,24 +84,6 @@ def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(monkeypatch):
     assert LinearFunction is linear_function.LinearFunction
 
 
-def test_hooks_that_offload_what_is_saved_find_parameters_and_plain_tensors():
-    """TRL's activation offloading leaves Parameters where they are; torch's moves all."""
-    model = Net()
-    freeze(model, FP8Config(recipe="tensorwise"))
-    x = torch.randn(32, 128, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        model.down(model.up(x)).sum().backward()
-    expected, x.grad = x.grad, None
-    weights = [t for t in saved if isinstance(t, Float8FrozenWeight)]
-    assert len(weights) == 2
-    assert all(isinstance(t, nn.Parameter) for t in weights)
-    with torch.autograd.graph.save_on_cpu():
-        out = model.down(model.up(x)).sum()
-    out.backward()
-    assert torch.equal(x.grad, expected)
-
-
 def test_the_gradient_of_the_input_is_that_of_the_bytes():
     model = Net()
     freeze(model, FP8Config(recipe="blockwise"))
@@ -206,22 +188,6 @@ def test_an_optimizer_of_frozen_weights_is_an_error_that_names_them(order, conve
     thaw(model)
     model.requires_grad_(True)
     optimizer.step()
-
-
-def test_an_optimizer_may_have_the_frozen_base_below_adapters():
-    model = nn.Sequential(nn.Linear(64, 64))
-    freeze(model)
-    model[0] = nn.ModuleDict({"base_layer": model[0], "lora_A": nn.Linear(64, 4)})
-    base, adapter = model[0]["base_layer"].weight, model[0]["lora_A"].weight
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.step()
-    convert_optimizer(optimizer)
-    before = base.dequantize(), adapter.detach().clone()
-    adapter.grad = torch.ones_like(adapter)
-    optimizer.step()
-    assert torch.equal(base.dequantize(), before[0])
-    assert not torch.isclose(adapter, before[1]).any()
-    assert list(optimizer.state) == [adapter]
 
 
 def test_weights_that_were_frozen_together_warn_once_of_lost_changes():
