@@ -50,9 +50,8 @@ def test_fabric_ddp(run, strategy, host):
     assert_fp8_only_with_flag(flagged, plain, [2 * GEMMS_PER_STEP] * 2)
 
 
-@pytest.mark.parametrize("kind", ["trainer", "fabric"])
-def test_model_parallel(run, kind):
-    command = ["model_parallel.py", kind]
+def test_model_parallel(run):
+    command = ["model_parallel.py"]
     flagged, plain = run([*command, FLAG], [*command])
     # Three linear layers, so 8 GEMMs a step.
     assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
