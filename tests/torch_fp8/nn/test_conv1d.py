@@ -139,18 +139,3 @@ def test_transformer_engine_leaves_it(monkeypatch):
     report = convert_to_float8(model, FP8Config(backend="transformer-engine", recipe="tensorwise"))
     assert report.converted == ("1",)
     assert "does not support transposed weights" in dict(report.skipped)["0"]
-
-
-def test_compiled_as_eager():
-    for recipe in ("tensorwise", "delayed", "blockwise"):
-        model = _pair()[0]
-        convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
-        compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-        results = []
-        for run in (model, compiled):
-            x = torch.randn(24, 144, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            y = run(x)
-            y.square().sum().backward()
-            results.append((y.detach(), x.grad, next(run.parameters()).grad))
-        for ours, theirs in zip(*results, strict=True):
-            assert torch.equal(ours, theirs)
