@@ -19,7 +19,6 @@ _NAMES = {
     "accelerate_fp8.trainer": "post_init",
     "lightning_fp8.blocks": "find_blocks find_roots",
     "lightning_fp8.fsdp": "keep_stream",
-    "lightning_fp8.precision": "HostPrecision",
     "torch_fp8.autograd.current_pass": "_warn_of_halves_in_program saves_nothing stand_in",
     "torch_fp8.autograd.function": "is_saved of_text",
     "torch_fp8.autograd.selective_checkpoint": "ATTENTION CASTS operator_name",
@@ -37,7 +36,7 @@ _NAMES = {
     "torch_fp8.conversion.forward_precision": "LastSteps",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
     "torch_fp8.conversion.fused_layers": "share_output",
-    "torch_fp8.conversion.layer_benchmark": "LayerShape LayerTimes layer_times",
+    "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
     "torch_fp8.conversion.memory": "expected_bytes_per_param expected_memory",
     "torch_fp8.conversion.report": "matmul_flops",
     "torch_fp8.conversion.revert": "to_float8",
@@ -49,17 +48,15 @@ _NAMES = {
         "unpack_parts"
     ),
     "torch_fp8.distributed.fsdp.split_weights": "param_groups reshard",
-    "torch_fp8.distributed.fsdp.unsharded_weight": (
-        "Payload UnshardedFloat8Weight exponent_bytes powers_of_two"
-    ),
+    "torch_fp8.distributed.fsdp.unsharded_weight": "Payload UnshardedFloat8Weight",
     "torch_fp8.distributed.links": "Exchanges Times",
     "torch_fp8.distributed.tensor_parallel.all_gather": "Shards gather_activation",
     "torch_fp8.distributed.tensor_parallel.styles": "check_style",
     "torch_fp8.kernels.adamw": "adamw_step update_rms",
     "torch_fp8.kernels.adamw_record": "Record",
     "torch_fp8.kernels.arguments": (
-        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts "
-        "NormBackwardInputs NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
+        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts NormBackwardInputs "
+        "NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
     ),
     "torch_fp8.kernels.cast_launch": "cdiv",
     "torch_fp8.kernels.launch_tape": "REPLAYS Recording Replayed forget_recordings recording",
@@ -109,7 +106,7 @@ _NAMES = {
     "torch_fp8.optim.state": "STATE_FORMATS",
     "torch_fp8.quantization.block_scaled": "BlockScaled decode encode num_groups",
     "torch_fp8.quantization.formats": (
-        "E4M3 E5M2 FORMATS GRADIENT GROUP_SIZE MIN_SCALE MOMENT1 MOMENT2 format_of"
+        "E4M3 E5M2 FORMATS GRADIENT MIN_SCALE MOMENT1 MOMENT2 format_of"
     ),
     "torch_fp8.quantization.linear_int8": "GROUP thresholds",
     "torch_fp8_tools.metrics": "sqnr_db worst_row_sqnr_db",
@@ -179,7 +176,6 @@ _RENAMED = {
     "REMOVED_OF_ENV": ("torch_fp8_tools.parsers", "REMOVED"),
     "make_setup": ("torch_fp8_tools.plan.setup", "Setup"),
     "UnifiedFP8FSDPStrategy": ("lightning_fp8.unified_trainer", "FP8FSDPStrategy"),
-    "UnifiedFP8Precision": ("lightning_fp8.unified_trainer", "FP8Precision"),
     "decode_linear_int8": ("torch_fp8.quantization.linear_int8", "decode"),
     "encode_linear_int8": ("torch_fp8.quantization.linear_int8", "encode"),
 }
