@@ -138,24 +138,6 @@ def test_upstream_name_that_moved_is_one_warning_and_stock_behaviour(run, tmp_pa
     assert old in moved.output
 
 
-def test_missing_connector_takes_the_choice_back():
-    literal = Literal["bf16-mixed", "32-true"].copy_with(("bf16-mixed", "32-true", "fp8-mixed"))
-    module = types.ModuleType("lightning.fabric.connector")
-    module._PRECISION_INPUT_STR = literal
-    with pytest.raises(AttributeError, match="_Connector"):
-        _register.extend_connector(module)
-    assert get_args(literal) == ("bf16-mixed", "32-true")
-
-
-def test_leaf_without_the_names_is_left_alone():
-    module = types.ModuleType("somewhere.plugins.precision.precision")
-    literal = module._PRECISION_INPUT_STR = Literal["32-true"]
-    with pytest.raises(AttributeError, match="_PRECISION_INPUT"):
-        _register.extend_precision_choices(module)
-    assert module._PRECISION_INPUT_STR is literal
-    assert get_args(literal) == ("32-true",)
-
-
 def test_early_extension_does_not_touch_the_types_that_others_hold():
     module = types.ModuleType("somewhere.plugins.precision.precision")
     literal = module._PRECISION_INPUT_STR = Literal["32-true", "somewhere"]

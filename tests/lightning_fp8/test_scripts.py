@@ -73,13 +73,18 @@ def test_cli_argument_and_yaml(run, tmp_path, host):
     yaml.write_text("\n".join(["trainer:", *lines]))
     plain = ["cli.py", "fit", *(f"--trainer.{name}={value}" for name, value in trainer.items())]
     env = {"HOST": host}
-    by_argument, by_yaml, without = run(
+    by_argument, by_yaml, without, by_variable = run(
         [*plain, f"--trainer.precision={FLAG}", env],
         ["cli.py", "fit", f"--config={yaml}", env],
         [*plain, env],
+        [*plain, {**env, "PL_TRAINER_PRECISION": FLAG}],
     )
     assert_fp8_only_with_flag(by_argument, without, [2 * GEMMS_PER_STEP])
     assert_fp8_only_with_flag(by_yaml, without, [2 * GEMMS_PER_STEP])
+    # The CLI gives the Trainer every argument, so that Lightning reads no variable.
+    assert (by_variable.returncode, by_variable.fp8_gemms) == (0, [])
+    assert by_variable.output.count(f"FP8 was requested by PL_TRAINER_PRECISION={FLAG}") == 1
+    assert "its Trainer runs precision='32-true'" in by_variable.output
 
 
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])

@@ -37,6 +37,7 @@ def _given(tokens, index):
 
 
 CHOICES = {
+    "no-token": (0, torch.empty(0, 2, dtype=torch.long)),
     "one-token": (1, torch.tensor([[1, 3]])),
     "all-to-one-expert": (200, torch.full((200, 1), 2)),
     "odd-number": (37, torch.arange(37)[:, None] % 3),
@@ -47,13 +48,15 @@ CHOICES = {
 def test_few_tokens_and_one_expert_compute_what_stock_does(layout, choice):
     torch.manual_seed(0)
     module, given = experts(layout), _given(*CHOICES[choice])
+    if choice == "no-token" and _is_batched(module):
+        return  # refuses a batch without rows
     want = _run(module, *given)
     convert_to_float8(module, FP8Config(recipe="rowwise"))
     got = _run(module, *given)
     used = {int(i) for i in given[1].unique()}
     for name, value in got.items():
         assert value.isfinite().all(), name
-        assert sqnr_db(want[name], value) >= FLOOR, name
+        assert not used or sqnr_db(want[name], value) >= FLOOR, name
         if value.ndim == 3 or "bias" in name:
             for i in range(E):
                 assert bool(value[i].any()) == (i in used), (name, i)
