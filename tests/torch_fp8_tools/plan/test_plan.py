@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -267,18 +266,6 @@ def test_what_does_not_fit_names_ways_out(monkeypatch, capsys):
     step = {"O2": StepBytes(*[2.0**40] * 5)}
     planned = plan_beside(step, config_of("llama"), levels=("O2",), **SMALL)
     assert "Nothing fits: more GPUs, --checkpointing, --tensor, or a" in str(planned)
-
-
-def test_several_numbers_of_gpus_are_refused(capsys):
-    assert cli.main(["plan", "llama-3.1-8b", "--gpus", "4", "8"]) == 2
-    assert "--gpus no longer takes several numbers: plan one after" in capsys.readouterr().err
-
-
-def test_ctrl_c_leaves_nothing(capsys, monkeypatch):
-    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", interrupted)
-    assert cli.main(["plan", "gpt"]) == 130
-    assert "nothing was written" in capsys.readouterr().err
 
 
 def test_a_process_group_of_ones_own_is_left_alone(tmp_path):
