@@ -42,19 +42,13 @@ def test_trainer_ddp(run, strategy):
         ("ddp", "lightning.fabric"),
         ("ddp_fork", "lightning.fabric"),
         ("ddp_spawn", "lightning_fabric"),
+        ("model-parallel", "lightning.fabric"),
     ],
 )
 def test_fabric_ddp(run, strategy, host):
     command = ["fabric.py", host, strategy, "2"]
     flagged, plain = run([*command, FLAG], [*command])
     assert_fp8_only_with_flag(flagged, plain, [2 * GEMMS_PER_STEP] * 2)
-
-
-def test_model_parallel(run):
-    command = ["model_parallel.py"]
-    flagged, plain = run([*command, FLAG], [*command])
-    # Three linear layers, so 8 GEMMs a step.
-    assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
 
 
 @pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
