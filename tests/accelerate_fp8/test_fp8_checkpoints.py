@@ -84,17 +84,6 @@ def test_the_saved_model_is_the_trained_one(accelerate, tmp_path, caplog, quanti
     assert caplog.text.count("will be saved in its current dtype") == (quantized and STOCK_BREAKS)
 
 
-def test_stock_transformers_breaks_what_it_dequantized(tmp_path):
-    """transformers 5.24 saves such models itself. Without 5.23 in the range, the repair can go."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    write_llama(source)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.save_pretrained(out)
-    stored = load_file(out / "model.safetensors")
-    assert stored["lm_head.weight"].dtype == SAVED_BY_STOCK
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
-
-
 def test_under_the_flag_a_model_is_saved_right_without_being_prepared(
     accelerate, tmp_path, monkeypatch
 ):
