@@ -56,7 +56,6 @@ _NAMES = {
         "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts NormBackwardInputs "
         "NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
     ),
-    "torch_fp8.kernels.cast_launch": "cdiv",
     "torch_fp8.kernels.launch_tape": "REPLAYS Recording Replayed forget_recordings recording",
     "torch_fp8.kernels.loss_arguments": "LogitForm LossTerms",
     "torch_fp8.kernels.quantize": "quantize_2d quantize_2d_sum",
