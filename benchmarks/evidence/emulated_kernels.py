@@ -40,6 +40,7 @@ import torch_fp8.ops.cross_entropy
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from benchmarks.evidence import kernel_resources
+from benchmarks.evidence.kernel_variants import few_rows, launching, unaligned_messages
 from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
 from tests import kernel_code
 from tests.emulator.compared import Comparison
@@ -49,7 +50,6 @@ from tests.emulator.families import BF16, expert_gate, families
 from tests.emulator.faults import Fault
 from tests.emulator.on_card import card_module
 from tests.emulator.ptx import PtxError
-from tests.emulator.variants import few_rows, launching, unaligned_messages
 from tests.kernel_cases import messages, optimizer
 from tests.kernel_cases.comparison import Mismatch
 from tests.kernel_cases.experts import FORMS

@@ -22,12 +22,12 @@ import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from benchmarks.evidence import kernel_resources
 from benchmarks.evidence.emulated_kernels import rows_of
+from benchmarks.evidence.kernel_variants import values
 from benchmarks.rows import add_csv, read_rows, write_rows
 from tests import kernel_code
 from tests.emulator.counts import Counts
 from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
-from tests.emulator.variants import values
 from tests.kernel_cases import messages, optimizer
 from tests.torch_fp8.loss_head.loss_cases import logits_of, terms_of
 from torch_fp8.kernels import cross_entropy, quantize, rms_norm, swiglu, swiglu_backward
