@@ -43,13 +43,13 @@ COLUMNS = [
     *("flops_share", "expert_share", "steps", "first_loss", "bf16_loss", "fp8_loss", "difference"),
     *("failure", "torch", "transformers", "commit", "date", "command"),
 ]
-TEXT = """# Coverage: what of a model runs in FP8
+TEXT = """# Coverage: which parts of a model run in FP8
 
-`python -m benchmarks.coverage` builds, converts and trains tiny models of transformers'
-architectures with random weights (rows and versions: `benchmarks/results/coverage.csv`; CPU
-emulation, level O2, recipe tensorwise).
+The tables show how much of {count} transformers architectures runs in FP8, and their loss.
+`python -m benchmarks.coverage` builds, converts and trains tiny models with random weights
+(rows and versions: `benchmarks/results/coverage.csv`; CPU emulation, level O2, recipe tensorwise).
 
-* *Layers*: linear layers in FP8, of all linear layers.
+* *Layers*: number of linear layers in FP8, and of all linear layers.
 * *FLOPs in FP8*: share of the FLOPs of all matrix products with a weight, forward and backward.
   The output layer (`lm_head`) stays in high precision by default, and is a larger part of a tiny
   model than of a real one.
@@ -60,10 +60,9 @@ emulation, level O2, recipe tensorwise).
 
 transformers stores the weights of all experts of a block in 3-D parameters (Mixtral, GPT-OSS,
 OLMoE, Qwen3-MoE, DeepSeek-V3, Llama-4 and others). [They run in FP8 grouped GEMMs](moe.md). The
-table gives the shares of a token's FLOPs, with the experts that it visits, at the default sizes
-of transformers' configuration classes (`python -m benchmarks.coverage --experts`): first of all
-matrix products with a weight, then of those outside the output layer, which stays in high
-precision.
+table gives the share of FP8 in a token's FLOPs, including the experts that it visits, at the
+default sizes of transformers' configuration classes (`python -m benchmarks.coverage --experts`).
+The last column leaves out the output layer, which stays in high precision.
 
 | architecture | parameters | FLOPs in FP8 | outside `lm_head` |
 |---|---|---|---|
@@ -71,22 +70,22 @@ precision.
 
 ## Ten seeds
 
-One seed says little. The table shows six small models (0.07 to 0.19 million parameters) with ten
-seeds each after 30 steps, with standard errors, in percent of BF16's loss
-(`python -m benchmarks.evidence.small_models_loss`, `benchmarks/results/small_models_loss.csv`). Its
-columns are:
+One seed says little. The table shows how much higher the loss of six small models (0.07 to 0.19
+million parameters) ends after 30 steps, in percent of BF16's loss: the mean of ten seeds with its
+standard error (`python -m benchmarks.evidence.small_models_loss`,
+`benchmarks/results/small_models_loss.csv`).
 
 * *BF16, perturbed*: BF16 from weights perturbed by a millionth, which shows BF16's own spread.
 * *Rounded in forward*, *in all GEMMs*: stock BF16 without this package, with the operands of
   linear layers and experts rounded to 8 bits in forward, or in all three GEMMs.
-* *O2*, and *O2 beyond that*: level O2, and its difference to the run before it, seed by seed.
+* *O2*, and *O2 beyond that*: level O2, and its difference to *in all GEMMs*, seed by seed.
 
-O2 costs as much as rounding to 8 bits costs models of this size, and nothing systematic beyond
-that. The models learn 8 rows of random tokens by heart. A model that memorizes a batch ends on a
-floor that rounding noise sets, and more noise raises it. Not known: whether larger models, or
+For models of this size, O2 costs as much as rounding to 8 bits, and nothing systematic beyond
+that. The models learn 8 rows of random tokens by heart. A model that memorizes a batch ends at a
+floor that rounding noise sets, and more noise raises it. We do not know whether larger models, or
 models that do not memorize, end higher, too. In [the fine-tuning and pretraining
-runs](results.md#loss-by-level), with 4 and 0.5 million parameters, nothing shows beyond the spread.
-[What FP8 costs in loss](loss.md) shows which rounding costs it on these models.
+runs](results.md#loss-by-level), with 4 and 0.5 million parameters, O2 ends within the spread.
+[What FP8 costs in loss](loss.md) shows which rounding causes the loss of these models.
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|
@@ -94,7 +93,7 @@ runs](results.md#loss-by-level), with 4 and 0.5 million parameters, nothing show
 
 ## {count} architectures
 
-The rows with a share of experts were trained before experts ran in FP8.
+In rows with a share of experts, the experts still ran in BF16.
 
 | architecture | kind | layers | FLOPs in FP8 | of experts | loss in BF16 | in FP8 | difference |
 |---|---|---|---|---|---|---|---|
