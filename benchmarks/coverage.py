@@ -1,17 +1,16 @@
-"""What of 70 and more architectures of transformers runs in FP8, and their loss against BF16.
+"""How much of 90 transformers architectures runs in FP8, and their loss compared with BF16.
 
     nice -n 19 python -m benchmarks.coverage            # from the repository's root
 
 Each architecture, tiny and with random weights (`benchmarks.architectures`), learns one batch by
-heart for 30 steps, in BF16 and in FP8 from the same weights, and the loss of the last step is
-compared; their difference is a share of the first step's loss, for some learn it all. One run of a
-tiny model says little about a difference of a percent: two BF16 runs that differ by a millionth at
-the start end apart, too. What the table is for is the share of the FLOPs, and that nothing breaks.
+heart for 30 steps, in BF16 and in FP8 from the same weights. The difference of the last losses is a
+share of the first step's loss, because some models end near 0. One run of a tiny model says little
+about a difference of a percent, since two BF16 runs whose weights differ by a millionth also end
+apart. The table shows the share of the FLOPs, and that nothing breaks.
 A finished architecture becomes a row of the CSV at once, and is not run again unless it failed.
 
-``--experts`` counts, on the meta device, the FLOPs of mixtures of experts in the sizes that their
-configuration classes have by default. At the end docs/coverage.md is written from all rows;
-``--table`` does that alone.
+``--experts`` counts, on the meta device, the FLOPs of mixtures of experts with the default sizes of
+their configuration classes. ``--table`` writes docs/coverage.md from the committed rows.
 """
 
 import argparse
@@ -81,11 +80,12 @@ standard error (`python -m benchmarks.evidence.small_models_loss`,
 * *O2*, and *O2 beyond that*: level O2, and its difference to *in all GEMMs*, seed by seed.
 
 For models of this size, O2 costs as much as rounding to 8 bits, and nothing systematic (above both
-0.5 % and three standard errors) beyond that. The models learn 8 rows of random tokens by heart. A model that memorizes a batch ends at a
-floor that rounding noise sets, and more noise raises it. We do not know whether larger models, or
-models that do not memorize, end higher, too. In [the fine-tuning and pretraining
-runs](results.md#loss-by-level), with 4 and 0.5 million parameters, O2 ends within the spread.
-[What FP8 costs in loss](loss.md) shows which rounding causes the loss of these models.
+0.5 % and three standard errors) beyond that. The models learn 8 rows of random tokens by heart. A
+model that memorizes a batch ends at a floor that rounding noise sets, and more noise raises it. We
+do not know whether larger models, or models that do not memorize, end higher, too. In [the
+fine-tuning and pretraining runs](results.md#loss-by-level), with 4 and 0.5 million parameters, O2
+ends within the spread. [What FP8 costs in loss](loss.md) shows which rounding causes the loss of
+these models.
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""What columns and values of the CSV files are called in pictures."""
+"""Names of the CSV files' columns and values in pictures."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Interleaved timing, and CSV rows that say where they come from."""
+"""Interleaved timing, and CSV rows with their origin."""
 
 import argparse
 import datetime
@@ -47,7 +47,7 @@ def interleaved(
     wait_ms: float = 0.0,
     failures: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
-    """Time every variant in turn, so that drift of clocks and temperature hits all alike.
+    """Time the variants in turn, so that drift of clocks and temperature affects all of them.
 
     Args:
         variants: name -> one call of what is measured.
@@ -138,7 +138,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command_line() -> str:
-    """Return the command that this process runs, as one would type it."""
+    """Return the command of this process, as you would type it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return shlex.join(["python", *sys.argv])
@@ -179,7 +179,7 @@ def parser(
 class Budget:
     """The seconds that a benchmark may take; a piece begins if the longest so far would still fit.
 
-    The first piece always does: a benchmark without a row would be worth nothing.
+    The first piece always begins, because a benchmark without a row is worth nothing.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -221,7 +221,7 @@ GRAPHS = ("graphs", "breaks")
 
 
 class GraphBreaksError(Exception):
-    """The code to be timed as compiled runs in pieces, with Python between them."""
+    """Code that should run as one graph has graph breaks."""
 
 
 @contextmanager
@@ -248,7 +248,7 @@ def graphs_counted(figures: dict[str, object], mode: str) -> Iterator[None]:
 
 
 class Table:
-    """The rows of a CSV, written whole whenever some are added: a cut-off run keeps its rows.
+    """The rows of a CSV, which is rewritten whenever rows are added: a cut-off run keeps its rows.
 
     Rows stay until their group is added again, those of an earlier run, too: several runs fill one
     file, and each row has its own commit and date.
@@ -269,9 +269,9 @@ class Table:
         self._earlier = read_rows(path)
 
     def add(self, rows: list[dict[str, object]]) -> None:
-        """Add rows, in place of those of the same groups, and write the file.
+        """Replace the rows of these groups, and write the file.
 
-        What was not reached this time takes nobody's place.
+        Rows of other groups stay.
         """
         have = {self._group_of(row) for row in (*self._earlier, *self.rows)}
         rows = [

@@ -40,11 +40,11 @@ class Variant:
     Attributes:
         precision: ``bf16-mixed``, ``bf16-true`` or ``fp8-mixed``.
         config: of FP8; fields that differ from the default.
-        peer: whose linears instead, as `benchmarks.peers` names them: ``torchao rowwise``.
+        peer: library and recipe of the linears, a key of `benchmarks.peers`: ``torchao rowwise``.
         optimizer: ``AdamW`` (fused on a GPU) or one of `peers.TORCHAO_OPTIMIZERS`.
         optimizer_bytes: that its step reads and writes per parameter: weight and states twice,
             gradient once.
-        lora: rank of adapters of all linear layers; 0: every weight is trained.
+        lora: rank of adapters of all linear layers, or 0 to train all weights.
     """
 
     precision: str
@@ -105,7 +105,7 @@ class Run:
         peak_mib: of the steps after the warm-up.
         run_peak_mib: of everything, set-up included.
         num_fp8_linears: that were ours.
-        recipe: of these, the one that ``auto`` chose where none was named; empty without any.
+        recipe: recipe of these layers, ``auto``'s choice if none was set, or empty.
     """
 
     milliseconds: list[dict[str, float]]
@@ -140,7 +140,7 @@ class _Recorder:
             self.recipes = [m.fp8.recipe.name for m in linears]
 
     def close(self) -> None:
-        """Stop recording: the last step is over, and what comes now is not to be measured."""
+        """Stop recording after the last step."""
         synchronize(self.device)
         self._note_peak()
 
@@ -205,7 +205,7 @@ def optimizer_of(variant: Variant, parameters: Any, device: torch.device) -> tor
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile decoder layer by decoder layer, after whoever converts has converted them."""
+    """Compile each decoder layer; call it after the conversion."""
     for module in model.modules():
         if type(module).__name__ == "LlamaDecoderLayer":
             module.compile(backend=COMPILER)
@@ -232,7 +232,7 @@ class CausalLM(lightning.LightningModule):
         return optimizer_of(self.variant, self.parameters(), device)
 
     def cpu(self) -> "CausalLM":
-        """Return self: at the end of a fit Lightning would copy it, and nobody wants the copy."""
+        """Return self, so that Lightning does not copy the model at the end of a fit."""
         return self
 
 

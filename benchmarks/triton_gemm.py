@@ -6,13 +6,13 @@ up in float32. That is the promotion that Hopper needs, whose FP8 accumulator is
 float32; within a block, four instructions long, it accumulates as it does. No sum is split, so
 every run gives the same bits.
 
-Operands come to shared memory by TMA, which puts zeros outside of them: any number of rows takes no
-copy, where torch's operator wants rows padded and square scales transposed. A contraction dimension
-that is no multiple of 16, which TMA does not take, is padded.
+TMA loads operands into shared memory and fills with zeros outside of them, so no number of rows
+needs a copy, whereas torch's operator needs padded rows and transposed square scales. A contraction
+dimension that is not a multiple of 16 is padded, because TMA requires that.
 
-Which tile is the fastest, and whether one beats torch's GEMM, is for a card to say: each has rows
-of its own. None is in the library before that. Legend: R rows of A and C, S rows of B and columns
-of C, C contracted.
+No card has measured yet which tile is the fastest, and whether one beats torch's GEMM; each tile
+has its own rows. Until then the kernel stays out of the library. Legend: R rows of A and C, S rows
+of B and columns of C, C contracted.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ GROUP = 8
 
 
 class Tile(NamedTuple):
-    """What a program computes of C, and with how much.
+    """The tile of C that a program computes, and its resources.
 
     Attributes:
         rows, cols: of C; the columns, which lie in one square block of B, divide 128.
