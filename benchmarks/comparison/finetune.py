@@ -3,7 +3,8 @@
     python benchmarks/comparison/finetune.py  # nothing to prepare
     python benchmarks/comparison/finetune.py --model path/to/model --data chats.jsonl
 
-It makes a model and data where none are given, and starts `examples/sft_lightning.py`, unmodified.
+It creates a model and data unless you pass some, and starts the unmodified
+`examples/sft_lightning.py`.
 """
 
 import argparse

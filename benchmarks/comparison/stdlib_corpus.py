@@ -1,7 +1,7 @@
 """Python's standard library as a corpus: its source files, and its functions with their docstrings.
 
-Every machine that can run the examples has this text. The list of files is sorted, and a file
-belongs to the held-out part by the hash of its name, so two runs on one Python version see the
+Every machine that can run the examples has this text. The list of files is sorted, and the hash of
+its name decides whether a file is held out, so two runs on one Python version see the
 same text in the same order.
 """
 

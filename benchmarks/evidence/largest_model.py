@@ -1,4 +1,4 @@
-"""The largest model that a cluster can train, and FP8-LM's published memory beside the planner's.
+"""The largest model that a cluster can train, and FP8-LM's published memory and the planner's.
 
     python -m benchmarks.evidence.largest_model  # runs/benchmarks/largest_model.csv, .png
     python -m benchmarks.evidence.largest_model --published  # runs/benchmarks/published_memory.csv

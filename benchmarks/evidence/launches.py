@@ -1,14 +1,14 @@
-"""What a step launches on a card, and the bytes that its kernels move, counted without one.
+"""Count the launches of a step, and the bytes that its kernels move, without a card.
 
-Our operators run their Triton kernels in Triton's interpreter, on CPU tensors; every load and store
-is counted as it is executed, masks applied, and put down to the tensor whose memory it touches. So
-a kernel that reads twice is seen, whatever anybody says of it. torch's own operators are launches
-too, one each, unless they make a view or only memory. A GEMM is padded and laid out as on a card;
+Our operators run their Triton kernels in Triton's interpreter, on CPU tensors. Every executed load
+and store is counted, without masked elements, for the tensor whose memory it touches. So
+the counts show a kernel that reads twice. torch's own operators are launches
+too, one each, unless they create a view or only memory. A GEMM is padded and laid out as on a card;
 its result is zeros.
 
 Import this before anything of ``torch_fp8``: the interpreter is chosen when Triton is imported, and
-the implementations for CUDA are noted as they are registered. Formats of FP8 that the interpreter
-rounds wrongly do not matter here, where only addresses do.
+the implementations for CUDA are collected when they are registered. The interpreter rounds some FP8
+formats wrongly, which does not matter for addresses.
 """
 
 import contextlib
@@ -90,9 +90,9 @@ class Launch:
         name: of it.
         kind: ``kernel``, ``gemm`` or ``torch``.
         tensors: argument -> traffic. Arguments with one memory count as the first.
-        sources: names of the tensors (see `count_launches`) that it reads, or else of those that
-            what it reads was made of.
-        within: the operator of ours that it is a part of; empty for none.
+        sources: names of the tensors (see `count_launches`) that it reads, or from which the
+            tensors that it reads were computed.
+        within: our operator that contains it, or empty.
     """
 
     name: str
@@ -108,14 +108,14 @@ class Launch:
 
     @property
     def requested(self) -> int:
-        """The bytes that programs asked for, from whatever cache."""
+        """The bytes that programs requested, including those from a cache."""
         return sum(t.requested for t in self.tensors.values())
 
 
 def count_launches(
     function: Callable[[], object], **tensors: Tensor | Sequence[Tensor]
 ) -> list[Launch]:
-    """Return what `function` launches, in order.
+    """Return the launches of `function`, in order.
 
     Args:
         function: of CPU tensors, forward and backward.
@@ -144,7 +144,7 @@ class Recording:
         self.names.memory |= {_address(t): t for t in tree_iter(value) if t.numel()}
 
     def ignore(self, value: Sequence[Tensor]) -> None:
-        """Ignore tensors that tell nothing: a history that several tensors are written to."""
+        """Ignore tensors that several others are written to, such as a history."""
         self.names.ignored |= {_address(t) for t in tree_iter(value)}
 
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.evidence.quantization_bytes    # --block: only a whole block's rows
 
-A `Float8Linear` runs once per recipe and circumstance, its real kernels in Triton's interpreter
-(`benchmarks.evidence.launches`), and every load and store is counted. Written to
-``quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
-launches, and the bytes that programs asked for, which come from L2 where all read the same few kB
+A `Float8Linear` runs once per recipe and case, its real kernels in Triton's interpreter
+(`benchmarks.evidence.launches`), and every load and store is counted. For input, gradient and
+weight, ``quantization_bytes.csv`` gets the bytes per element, the launches, and the bytes that
+programs requested. Those come from L2 if all programs read the same few kB
 (partial maxima). Bytes and launches do not depend on the card. Rows of a block
-say what it adds to BF16's bytes (`benchmarks.evidence.block_bytes`).
+have the bytes that it adds to BF16's (`benchmarks.evidence.block_bytes`).
 """
 
 import argparse
@@ -90,7 +90,7 @@ def applies(recipe: str, case: Case) -> bool:
 
 
 def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
-    """Return what a layer launches, and its operands."""
+    """Return the launches of a layer, and its operands."""
     torch.manual_seed(0)
     num_in, num_out = (STEP_IN, STEP_OUT) if case.ending == "step" else (IN, OUT)
     model = nn.Sequential(nn.Linear(num_in, num_out, bias=case.bias, dtype=torch.bfloat16))
