@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*KINDS, []], help="none: all", metavar="name")
     text = "write docs/coverage.md from the committed rows, and end"
     parser.add_argument("--table", action="store_true", help=text)
-    parser.add_argument("--experts", action="store_true", help="count mixtures of experts alone")
+    parser.add_argument("--experts", action="store_true", help="count only mixtures of experts")
     add_csv(parser, RESULTS.stem)
     arguments = parser.parse_args()
     tell_kept(arguments.csv)

@@ -232,7 +232,7 @@ def _launched(launches: list[Launch]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_csv(parser, "quantization_bytes")
-    parser.add_argument("--block", action="store_true", help="only the rows of the block, anew")
+    parser.add_argument("--block", action="store_true", help="count only the rows of the block")
     options = parser.parse_args()
     about = environment(torch.device("cpu"))
     made: list[dict[str, object]] = []
