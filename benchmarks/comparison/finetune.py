@@ -30,7 +30,12 @@ def argument_parser() -> argparse.ArgumentParser:
     text = "JSONL: messages, conversations, prompt/completion or instruction/output; none: made"
     add("--data", type=Path, help=f"{text} from the standard library")
     add("--output", type=Path, help="folder of the comparison; none: runs/finetune")
-    add("--assets", type=Path, default=Path("runs/assets"), help="folder of the default model and data")
+    add(
+        "--assets",
+        type=Path,
+        default=Path("runs/assets"),
+        help="folder of the default model and data",
+    )
     add("--quick", action="store_true", help="a smaller model and fewer steps")
     add("--steps", type=int, help=f"optimizer steps; none: {STEPS}, {QUICK_STEPS} with --quick")
     add("--learning-rate", type=float, default=5e-4, help="of AdamW")

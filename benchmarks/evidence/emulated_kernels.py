@@ -237,7 +237,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files of other processes")
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--cases", nargs="+", default=[], help="names; none: all")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no case after these minutes")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="begin no case after these minutes"
+    )
     chosen = parser.parse_args()
     tell_kept(chosen.csv)
     triton, digests = metadata.version("triton"), kernel_code.digests()

@@ -464,7 +464,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     parser.add_argument("--table", action="store_true", help="print what docs/loss.md has")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after these minutes")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no run after these minutes"
+    )
     add_csv(parser, "loss_split")
     arguments = parser.parse_args()
     if arguments.table:
