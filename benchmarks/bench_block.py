@@ -45,6 +45,7 @@ from benchmarks.measurement import (
     environment,
     graphs_counted,
     interleaved,
+    layers_apart,
     note_of,
     parser,
     print_table,
@@ -62,15 +63,21 @@ COLUMNS = (
     *("saved_bytes_per_token", "held_bytes_per_token", "saved_share", "peak_mib", "recipe"),
     *("output_db", "grad_input_db", "grad_weight_db", *GRAPHS, "note"),
 )
-DEFAULT = "default"
+DEFAULT, APART = "default", "layers apart"
 OURS: dict[str, dict[str, object]] = {
     DEFAULT: {},
     **{name: dict(options) for name, options in OF_LINEARS.items() if name != "tensorwise"},
+    "last step's scales": {"graph_scales": "last_step"},
+    APART: {"recipe": "tensorwise"},
     "wgrad in BF16": {"wgrad": "bf16"},
     "Transformer Engine as our backend": {"backend": "transformer-engine"},
 }
 VARIANTS = (BF16, *OURS, *PEERS)
-COMPILED = (BF16, DEFAULT, "torchao tensorwise", "torchao rowwise", "delayed", "blockwise")
+COMPILED = (
+    *(BF16, DEFAULT, "torchao tensorwise", APART, "last step's scales"),
+    *("tensorwise, weights cached", "tensorwise, fast accumulation"),
+    *("torchao rowwise", "delayed", "blockwise"),
+)
 PROFILED = tuple(
     f"{variant}/{mode}" for variant in (BF16, DEFAULT, "delayed") for mode in ("eager", "compiled")
 )
@@ -244,7 +251,8 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
     config = FP8Config(**OURS[variant])
     if config.cache_weights is True:
         widen_linears(layer)
-    convert_to_float8(layer, config)
+    with layers_apart() if variant == APART else contextlib.nullcontext():
+        convert_to_float8(layer, config)
     if config.cache_weights is True:
         convert_optimizer(torch.optim.AdamW(layer.parameters()), config, model=layer)
     return layer

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from benchmarks.rows import OUTPUT, RESULTS, ROOT, read_rows, write_rows
+from torch_fp8.conversion import fused_layers
 
 TOY_RESULTS = ROOT / "runs" / "toy"
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "triton", "commit", "date", "command")
@@ -203,6 +205,13 @@ class Budget:
 
 
 NOT_REACHED = "not reached within the budget"
+
+
+@contextmanager
+def layers_apart() -> Iterator[None]:
+    """Convert models whose layers that read one input multiply apart."""
+    with mock.patch.object(fused_layers, "can_group", return_value=False):
+        yield
 
 
 def note_of(error: BaseException) -> str:

@@ -51,20 +51,20 @@ from torch_fp8_tools.env.result import SUBJECTS
 SECONDS = 540.0
 """The seconds of the whole, so that ten minutes also hold the start of Python and the results."""
 PARTS = {
-    "self-test": 90.0,
-    "tests": 240.0,
-    "timing": 30.0,
-    "linear": 120.0,
-    "block": 90.0,
-    "moe": 60.0,
+    "self-test": 40.0,
+    "step": 300.0,
+    "block": 60.0,
     "head": 45.0,
+    "moe": 45.0,
+    "tests": 120.0,
+    "timing": 30.0,
     "optimizer": 45.0,
+    "loss": 340.0,
+    "linear": 120.0,
     "gemm": 60.0,
     "memory": 60.0,
-    "step": 240.0,
-    "loss": 340.0,
 }
-"""The estimated seconds of each part on an H100 with 16 cores, in the order in which they run."""
+"""The estimated seconds of each part on an H200 with 16 cores, the most telling first."""
 TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
 """The tests that each part of tests runs."""
 GRACE = 20.0

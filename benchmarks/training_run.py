@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_fp8 import FP8Kwargs
-from benchmarks import peers
+from benchmarks import kernels, peers
 from benchmarks.card import synchronize
 from benchmarks.measurement import COMPILER
 from lightning_fp8 import FP8Precision
@@ -45,6 +45,7 @@ class Variant:
         optimizer_bytes: that its step reads and writes per parameter: weight and states twice,
             gradient once.
         lora: rank of adapters of all linear layers, or 0 to train all weights.
+        apart: whether layers that read one input have separate products.
     """
 
     precision: str
@@ -53,6 +54,7 @@ class Variant:
     optimizer: str = "AdamW"
     optimizer_bytes: float = 28.0
     lora: int = 0
+    apart: bool = False
 
 
 class Marks:
@@ -106,6 +108,7 @@ class Run:
         run_peak_mib: of everything, set-up included.
         num_fp8_linears: that were ours.
         recipe: recipe of these layers, ``auto``'s choice if none was set, or empty.
+        kernels: of the last step, which is not measured; rows of `benchmarks.kernels.COLUMNS`.
     """
 
     milliseconds: list[dict[str, float]]
@@ -114,13 +117,15 @@ class Run:
     run_peak_mib: float
     num_fp8_linears: int
     recipe: str = ""
+    kernels: list[dict[str, object]] = field(default_factory=list)
 
 
 class _Recorder:
-    """A recorder of a run while it goes on."""
+    """A recorder of a run of some steps while it goes on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.marks = device, Marks(device)
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self.device, self.marks, self.steps = device, Marks(device), steps
+        self.profile = kernels.profiler(device)
         self.losses: list[Tensor] = []
         self.recipes: list[str] = []
         self._peaks: list[float] = []
@@ -131,6 +136,9 @@ class _Recorder:
             self._note_peak()
             self._reset()
         self.marks.begin()
+        if len(self.losses) == self.steps - 1:
+            synchronize(self.device)
+            self.profile.start()
 
     def finish(self, loss: Tensor, model: nn.Module) -> None:
         self.marks.end("optimizer")
@@ -142,6 +150,7 @@ class _Recorder:
     def close(self) -> None:
         """Stop recording after the last step."""
         synchronize(self.device)
+        self.profile.stop()
         self._note_peak()
 
     def result(self) -> Run:
@@ -149,7 +158,8 @@ class _Recorder:
         losses = [float(loss) for loss in self.losses]
         peaks = self._peaks[-1], max(self._peaks)
         names = ", ".join(dict.fromkeys(self.recipes))
-        return Run(milliseconds, losses, *peaks, len(self.recipes), names)
+        rows = kernels.rows_of(self.profile, self.device)
+        return Run(milliseconds, losses, *peaks, len(self.recipes), names, rows)
 
     def _note_peak(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -284,7 +294,7 @@ def run_lightning(
         batch: sequences per step.
         device: where.
     """
-    recorder = _Recorder(device)
+    recorder = _Recorder(device, len(tokens) // batch)
     module = CausalLM(causal_lm(layout, variant, device), variant, compiled)
     precision: dict[str, Any] = {"precision": variant.precision}
     if variant.config:
@@ -318,7 +328,7 @@ def run_accelerate(
     from accelerate.utils import AORecipeKwargs
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the variant before
-    recorder = _Recorder(device)
+    recorder = _Recorder(device, len(tokens) // batch)
     by_accelerate = variant.peer == "torchao by Accelerate"
     handlers: list[Any] = []
     if by_accelerate:
