@@ -197,7 +197,7 @@ def row_of(
     """Return the row of ``variant/mode``.
 
     Args:
-        floors: the seconds that a block takes at best, of what its casts move.
+        floors: function from the casts' traffic to the seconds that a block takes at least.
     """
     variant, mode = name.split("/")
     row: dict[str, object] = {"variant": variant, "mode": mode, "note": notes.get(name, "")}

@@ -51,7 +51,7 @@ class Variant(NamedTuple):
     Attributes:
         recipe: its name.
         fast: accumulate fast. Block-scaled GEMMs are promoted after every block.
-        tile: of the Triton kernel; None: torch's scaled matmul.
+        tile: tile of the Triton kernel, or None for torch's scaled matmul.
     """
 
     recipe: str

@@ -242,7 +242,7 @@ def train_step(
 def assign_standing(
     tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Tell the tracker what exists between steps."""
+    """Tell the tracker which tensors exist between steps."""
     for tensor in (*model.parameters(), *model.buffers()):
         tracker.assign(stored(tensor), "weights")
     for category, tensor in state_tensors(optimizer):

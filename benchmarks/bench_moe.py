@@ -76,7 +76,7 @@ class Case(NamedTuple):
         x, grad: (T, H) BF16, tokens and the gradient of the result.
         scores: (T, k) BF16.
         index: (T, k) int64.
-        flops: of the six products.
+        flops: number of FLOPs of the six products.
     """
 
     experts: nn.Module

@@ -91,7 +91,7 @@ def measure(
     """Add a row per variant, and one of the copy; peers come last, since they may compile long.
 
     Args:
-        arguments: of the command.
+        arguments: the command's arguments.
         device: where.
         add: takes all rows, those before being replaced.
     """
@@ -133,7 +133,7 @@ def rows_of(
     losses: dict[str, float],
     notes: dict[str, str],
 ) -> list[dict[str, object]]:
-    """Return the rows of what has been timed, or has a note."""
+    """Return the rows of variants with a time or a note."""
     copy_rate = num_bytes[COPY] / timings[COPY].median / 1e6
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
     rows: list[dict[str, object]] = []

@@ -21,7 +21,7 @@ variant in turn, from the same weights on the same tokens.
 * ``peak_mib``: peak of the measured steps; ``run_peak_mib``: peak including everything before them.
 * ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py);
   adapters have none.
-* step_kernels.csv, beside it: the kernels of one more step of each variant.
+* step_kernels.csv, in the same folder: the kernels of one more step of each variant.
 * ``--largest``: each variant at the largest batch that fits, too, found from its peaks at 1 and 2.
 """
 
@@ -233,8 +233,8 @@ class Bench:
 
     Args:
         model: its name.
-        layout: of transformers.LlamaConfig.
-        arguments: of the command.
+        layout: arguments of transformers.LlamaConfig.
+        arguments: the command's arguments.
         device: where.
     """
 

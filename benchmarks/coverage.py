@@ -184,12 +184,12 @@ def _origin(arguments: str) -> dict[str, str]:
 def train(
     name: str, config: FP8Config | None, steps: int = STEPS
 ) -> tuple[list[float], ConversionReport | None]:
-    """Return the loss of each step, and what was converted.
+    """Return the loss of each step, and the report of the conversion.
 
     Args:
-        name: of the architecture.
-        config: None: BF16.
-        steps: of AdamW.
+        name: the architecture's name.
+        config: configuration of FP8, or None for BF16.
+        steps: number of AdamW's steps.
     """
     torch.manual_seed(0)
     model, report = make(name), None

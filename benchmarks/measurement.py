@@ -52,7 +52,7 @@ def interleaved(
     """Time the variants in turn, so that drift of clocks and temperature affects all of them.
 
     Args:
-        variants: name -> one call of what is measured.
+        variants: name -> one call of the measured function.
         device: where they run; on a GPU the L2 cache is flushed before each call.
         repetitions: calls of each variant.
         warmup: calls of each variant before; None: 3 on a GPU, 1 on a CPU, where figures are there
@@ -154,7 +154,7 @@ def parser(
     ``--csv``.
 
     Args:
-        name: of the CSV, without its ending.
+        name: the CSV's name without its ending.
         without_gpu: flags with which it runs at full size without a card, too.
     """
 
@@ -263,9 +263,9 @@ class Table:
     file, and each row has its own commit and date.
 
     Args:
-        path: of the CSV.
+        path: the CSV's path.
         columns: in order, without the environment's.
-        group: the columns that name what is measured together; its rows come and go together.
+        group: the columns of a group, whose rows are measured and replaced together.
         about: the environment, see `environment`.
     """
 

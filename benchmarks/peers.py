@@ -60,7 +60,7 @@ class TransformerEngine(nn.Module):
     """A module whose linears are Transformer Engine's, and which runs under its autocast.
 
     Args:
-        module: in BF16 on a GPU; its ``nn.Linear`` children are replaced, and their weights kept.
+        module: BF16 module on a GPU, whose ``nn.Linear`` children are replaced, with their weights.
         recipe: a key of `TRANSFORMER_ENGINE_RECIPES`.
         skip: last components of the names of modules that stay unchanged.
     """

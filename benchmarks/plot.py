@@ -61,7 +61,7 @@ def draw(path: Path) -> Path | None:
     """Draw the picture of a benchmark's CSV into the same folder.
 
     Args:
-        path: of a CSV with the name of one in `PICTURES`.
+        path: path of a CSV whose name is in `PICTURES`.
     Returns:
         the path of the PNG, or None if it was not drawn, for a printed reason.
     """
@@ -209,9 +209,9 @@ def bars(
         keep: which rows.
         by: column; empty: all rows in one panel.
         axis_label: with the unit; None where the one column has one in `AXES`.
-        scale: that values are multiplied by.
+        scale: factor of the values.
         limit: drawn as a line, where the bars come near it.
-        title: of the panels, before the value of `by`.
+        title: title of the panels, before the value of `by`.
     """
     y = tuple(y)
 

@@ -114,7 +114,7 @@ def cast_bytes(m: int, k: int, n: int, traffic: Traffic) -> float:
 
 
 def linear_seconds(m: int, k: int, n: int, rates: Rates, traffic: Traffic | None) -> float:
-    """Return the seconds of a linear's forward and backward with casts; `traffic` None: in BF16."""
+    """Return the seconds of a linear's forward and backward with casts, or without in BF16."""
     gemms = gemms_seconds(m, k, n, rates, fp8=traffic is not None)
     return gemms + (cast_bytes(m, k, n, traffic) / rates.bandwidth if traffic else 0.0)
 
@@ -200,7 +200,7 @@ def step_seconds(
     The loss reads the float32 logits once forward and, with their gradient written, once backward.
 
     Args:
-        optimizer_bytes: that a step of it reads and writes.
+        optimizer_bytes: bytes that its step reads and writes.
     """
     vocabulary = layout["vocab_size"]
     blocks = layout["num_hidden_layers"] * block_seconds(m, sequence, layout, rates, traffic)

@@ -107,7 +107,7 @@ def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
 
 
 def commits_of(wanted: set[str]) -> dict[str, str]:
-    """Return the newest commit that has each of these digests, as far as the history has one."""
+    """Return the newest commit with each of these digests, if the history has one."""
     found: dict[str, str] = {}
     for commit in _git("log", "--format=%h"):
         if wanted <= found.keys():
@@ -117,7 +117,7 @@ def commits_of(wanted: set[str]) -> dict[str, str]:
 
 
 def origins(folder: Path = RESULTS) -> Iterator[tuple[str, int, str]]:
-    """Yield the name of each CSV, how many rows say the same of their code, and what."""
+    """Yield the name of each CSV, a number of rows, and the code that these rows have in common."""
     for path in sorted(folder.glob("*.csv")):
         said = [row.get(CODE, "") for row in read_rows(path)]
         for value in dict.fromkeys(said):

@@ -39,10 +39,10 @@ class Variant:
 
     Attributes:
         precision: ``bf16-mixed``, ``bf16-true`` or ``fp8-mixed``.
-        config: of FP8; fields that differ from the default.
+        config: fields of `FP8Config` that differ from the default.
         peer: library and recipe of the linears, a key of `benchmarks.peers`: ``torchao rowwise``.
         optimizer: ``AdamW`` (fused on a GPU) or one of `peers.TORCHAO_OPTIMIZERS`.
-        optimizer_bytes: that its step reads and writes per parameter: weight and states twice,
+        optimizer_bytes: bytes that its step moves per parameter: weight and states twice,
             gradient once.
         lora: rank of adapters of all linear layers, or 0 to train all weights.
         apart: whether layers that read one input have separate products.
@@ -102,13 +102,13 @@ class Run:
     """The results of a few steps; memory in MiB, 0 on the CPU.
 
     Attributes:
-        milliseconds: of each measured step.
-        losses: of every step.
-        peak_mib: of the steps after the warm-up.
-        run_peak_mib: of everything, set-up included.
-        num_fp8_linears: that were ours.
+        milliseconds: times of each measured step.
+        losses: loss of every step.
+        peak_mib: peak of the steps after the warm-up.
+        run_peak_mib: peak of everything, including the set-up.
+        num_fp8_linears: number of our linears.
         recipe: recipe of these layers, ``auto``'s choice if none was set, or empty.
-        kernels: of the last step, which is not measured; rows of `benchmarks.kernels.COLUMNS`.
+        kernels: rows of the last step, which is not measured; see `benchmarks.kernels.COLUMNS`.
     """
 
     milliseconds: list[dict[str, float]]
@@ -287,9 +287,9 @@ def run_lightning(
     """Run steps of a fresh model through Lightning's Trainer.
 
     Args:
-        variant: what trains.
+        variant: the variant to train.
         compiled: whether decoder layers are compiled.
-        layout: of transformers.LlamaConfig.
+        layout: arguments of transformers.LlamaConfig.
         tokens: (steps * batch, sequence).
         batch: sequences per step.
         device: where.

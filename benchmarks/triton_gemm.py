@@ -1,4 +1,4 @@
-"""A block-scaled FP8 GEMM in Triton, which `bench_gemm` measures beside torch's scaled matmul.
+"""A block-scaled FP8 GEMM in Triton, which `bench_gemm` compares with torch's scaled matmul.
 
 ``C = A B^T`` on the payloads and scales of `torch_fp8.ops.quantize`. A program sums one tile of C
 over blocks of 128 in order: the tensor core multiplies one block, whose result is scaled and added
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     """The tile of C that a program computes, and its resources.
 
     Attributes:
-        rows, cols: of C; the columns, which lie in one square block of B, divide 128.
+        rows, cols: size in C; the columns, which lie in one square block of B, divide 128.
         warps: of a program. A thread holds the tile's sums and the block's, so that 64 x 128
             elements for four of them are the most that registers take.
         stages: blocks of A and B in shared memory at a time.
@@ -78,7 +78,7 @@ def blockwise_gemm(
         a: (R, C) of block_1x128, E4M3 or E5M2.
         b: (S, C) of block_1x128 or block_128x128, E4M3 or E5M2.
         out_dtype: float32, bfloat16 or float16.
-        tile: of `TILES`.
+        tile: one of `TILES`.
         bias: (S,) of any floating dtype, or None.
     Returns:
         (R, S) of `out_dtype`.

@@ -117,7 +117,7 @@ def parse(part: str) -> list[tuple[str, str]]:
 
 
 def requirements(items: Iterable[tuple[str, str]]) -> list[str]:
-    """Return what pip is to install: the newest release of each minor version."""
+    """Return requirements for pip: the newest release of each minor version."""
     wanted = []
     for name, version in items:
         if name == "python":
@@ -169,7 +169,7 @@ def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object
     """Return the row of one part.
 
     Args:
-        part: as in `parse`.
+        part: a part, see `parse`.
         base: the interpreter whose environment lies below.
         keep: folder for the tests' output, or None to discard it.
     """

@@ -114,7 +114,7 @@ def prepare(
     """Return the assets; make them first unless `cache` holds them, from the same settings.
 
     Args:
-        preset: what is made.
+        preset: sizes of the assets.
         cache: the folder that keeps it.
         pretraining_steps: number of steps, or None for those of an existing model, or else as many
             as there is time for.

@@ -57,7 +57,7 @@ def pair(row: dict) -> dict[str, str]:
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
-    """Make what is missing, and return the command that compares.
+    """Make missing assets, and return the command that compares.
 
     Raises:
         Refusal: the data cannot be read.

@@ -40,9 +40,9 @@ def read_rows(path: Path | str) -> list[tuple[str, dict]]:
     as messages.
 
     Returns:
-        (where the row stands: "line 3" or "row 3", the row); every row is one of the known kinds.
+        (place of the row: "line 3" or "row 3", the row); every row is one of the known kinds.
     Raises:
-        Refusal: the file cannot be read or has no rows, or one of them is malformed; named.
+        Refusal: the file cannot be read or has no rows, or a row is malformed.
     """
     text = _read_text(Path(path))
     rows = []

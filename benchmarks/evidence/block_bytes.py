@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """A tensor that linear layers take in FP8.
 
     Attributes:
-        numel: of it.
+        numel: number of its elements.
         in_bf16: bytes that BF16 moves to make it, and in backward from it.
     """
 
@@ -111,7 +111,7 @@ def _row(
 
 @functools.cache
 def count(recipe: str, smooth: bool = False) -> list[Launch]:
-    """Return what a training step of the block launches, attributed to the names of `parts`.
+    """Return the launches of a training step, attributed to the names of `parts`.
 
     Args:
         smooth: with Smooth-SwiGLU.

@@ -184,7 +184,7 @@ def _ratio(count: int, least: int) -> str:
 
 
 def run(case: Case, target: str) -> tuple[list[dict[str, Any]], str]:
-    """Run a case; return its rows, and what was not equal."""
+    """Run a case; return its rows and its unequal results."""
     options: dict[str, Any] = {"capability": TARGETS[target], "watch": lambda: [Counts()]}
     with emulated(**options) as emulation:
         try:

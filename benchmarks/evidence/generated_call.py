@@ -163,7 +163,7 @@ class _Unwritten:
 
 
 def _sizes_of(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
-    """Return (shape, strides, dtype) of each result, or what is no tensor."""
+    """Return (shape, strides, dtype) of each tensor, and other results unchanged."""
     results = operator(*map(_on_meta, args), **{name: _on_meta(x) for name, x in options.items()})
     results = results if isinstance(results, tuple | list) else [results]
     return [(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in results]

@@ -2,7 +2,7 @@
 
 Dynamo and AOTAutograd trace a program on CPU tensors of its real shapes. The inputs of the
 partitioned forward and backward graphs then become fake CUDA tensors, and Inductor lowers them for
-a mocked H200, whose properties decide about tiles, as far as the Python code that launches the
+a mocked H200, whose properties determine tiles, down to the Python code that launches the
 kernels. No kernel is compiled.
 
 Our operators choose between CUDA and CPU by `torch_fp8.ops.registry.on_cuda`, which says CUDA here.

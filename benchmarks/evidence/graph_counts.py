@@ -427,7 +427,7 @@ def rows_of(name: str, levels: Sequence[str] = LEVELS) -> list[dict[str, Any]]:
 
 
 def warm_up() -> None:
-    """Import what the programs import, once for all."""
+    """Import the programs' modules once for all of them."""
     for module in ("lightning.fabric", "peft", "trl", "accelerate_fp8", "lightning_fp8"):
         importlib.import_module(module)
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ ASSEMBLY: dict[str, Callable] = {
 def mend() -> None:
     """Replace functions of the interpreter for the rest of the process.
 
-    A scalar is an array of shape (1,) there, of which int() fails with NumPy >= 2.4.
+    A scalar is an array of shape (1,) there, on which int() fails with NumPy >= 2.4.
     """
     patch_tensor = interpreter._patch_lang_tensor
 

@@ -73,8 +73,8 @@ class Traffic:
     """Bytes of one tensor that one launch moved.
 
     Attributes:
-        read, written: of memory; what stays in L2 counts once (`IN_L2`, `AT_ONCE`).
-        requested: by all programs together.
+        read, written: bytes of memory; bytes that stay in L2 count once (`IN_L2`, `AT_ONCE`).
+        requested: bytes that all programs request.
     """
 
     read: int = 0
@@ -87,7 +87,7 @@ class Launch:
     """A kernel, a GEMM, or an operator of torch.
 
     Attributes:
-        name: of it.
+        name: its name.
         kind: ``kernel``, ``gemm`` or ``torch``.
         tensors: argument -> traffic. Arguments with one memory count as the first.
         sources: names of the tensors (see `count_launches`) that it reads, or from which the
@@ -118,7 +118,7 @@ def count_launches(
     """Return the launches of `function`, in order.
 
     Args:
-        function: of CPU tensors, forward and backward.
+        function: forward and backward on CPU tensors.
         tensors: name -> a tensor or several; a launch that reads one of them, or what such a launch
             wrote, is put down to that name. Kernels know memory as an argument, or as one of these.
     """
@@ -150,7 +150,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what runs within, as `count_launches` does."""
+    """Record the launches within, as `count_launches` does."""
     recording = Recording()
     launches, names = recording.launches, recording.names
     with (
@@ -163,7 +163,7 @@ def recorded() -> Iterator[Recording]:
 
 
 class _Names:
-    """The owners of memory: a named tensor, or one that was made from such."""
+    """The owners of memory: a tensor with a name, or one computed from such."""
 
     def __init__(self) -> None:
         self.given: dict[int, str] = {}
@@ -172,7 +172,7 @@ class _Names:
         self.ignored: set[int] = set()
 
     def attribute(self, read: list[int], written: list[int]) -> tuple[str, ...]:
-        """Return the sources of a launch, to which what it wrote belongs from now on."""
+        """Return the sources of a launch, which own its results from now on."""
         sources = [self.given[a] for a in read if a in self.given]
         if not sources:
             sources = [name for a in read for name in self.made.get(a, ())]
@@ -222,7 +222,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _is_free(func, name, args, kwargs, made) -> bool:
-    """Return whether nothing runs on the device: views, memory, and what has no elements."""
+    """Return whether nothing runs on the device: views, allocations, and empty tensors."""
     if name in _ONLY_MEMORY or func.is_view or name == "set_":
         return True
     results = [t for t in tree_iter(made) if isinstance(t, Tensor)]
@@ -352,7 +352,7 @@ def _distinct(
 
 
 def _launch(executor, args, accesses, names) -> Launch:
-    """Record one kernel's launch; what it wrote belongs to what it read."""
+    """Record one kernel's launch; its results belong to the owners of its inputs."""
     tensors = {}
     for name, value in zip(executor.arg_names, args, strict=False):
         if isinstance(value, Tensor):

@@ -104,7 +104,7 @@ class Rounding:
     _moments: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def change(self, model: nn.Module) -> Callable[[int], None]:
-        """Have a model's layers round; return what sets the number of steps that are left."""
+        """Let a model's layers round; return a function that sets the number of steps left."""
         self._moments.clear()
         small.round_operands(model, self.multiply)
         return functools.partial(setattr, self, "_left")
@@ -527,7 +527,7 @@ def mean_and_error(values: dict[str, list[float]]) -> tuple[float, float]:
     """Return the mean over models of the means over seeds, and its standard error.
 
     Args:
-        values: by model, a number for each seed.
+        values: a number for each seed, by model.
     """
     means = [statistics.mean(of_model) for of_model in values.values()]
     squares = [statistics.variance(v) / len(v) if len(v) > 1 else math.nan for v in values.values()]

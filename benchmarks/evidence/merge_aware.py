@@ -17,7 +17,7 @@ smaller rate leads to a smaller adapter. The trained model is exported with
 * ``equal_logits``: whether the merged checkpoint's logits are those of the trained forward, bit for
   bit.
 * ``casts``, ``bytes``: the weights that one step folds and casts, and the bytes of them that are
-  kept for backward beside the base.
+  saved for backward in addition to the base.
 """
 
 import argparse

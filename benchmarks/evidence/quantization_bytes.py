@@ -52,12 +52,12 @@ class Case:
 
     Attributes:
         name: the circumstance in words.
-        options: of the `FP8Config`.
+        options: fields of the `FP8Config`.
         bias: whether the layer has one.
         frozen: ``weight``, ``input`` or nothing.
         steps: whether the optimizer is ours, and has stepped before.
-        ending: what is counted: ``backward`` (with the forward), ``inference``, ``amax``, or
-            ``step``: what the payload adds to the optimizer's step.
+        ending: the counted part: ``backward`` (with the forward), ``inference``, ``amax``, or
+            ``step``: the payload's part of the optimizer's step.
     """
 
     name: str
@@ -141,7 +141,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
 
 
 def count_step(linear: Float8Linear, state: dict[str, Any]) -> list[Launch]:
-    """Return what the step of a layer's weight launches, its payload included."""
+    """Return the launches of a step of a layer's weight, including its payload."""
     weight, spec = linear.weight, linear.fp8.recipe.weight
     assert isinstance(weight, SplitWeight)
     halves, amax = weight.halves, torch.zeros(4)[:1].view(())
@@ -196,7 +196,7 @@ def step_rows(recipe: str, case: Case) -> list[dict[str, object]]:
 
 
 def rows(recipe: str, case: Case) -> list[dict[str, object]]:
-    """Return a row for each operand, and one for what belongs to none."""
+    """Return a row for each operand, and one for the rest."""
     if case.ending == "step":
         return step_rows(recipe, case)
     launches, operands = count(recipe, case)

@@ -61,10 +61,10 @@ def measure(folder: str, prompts: list[str], recipes: Any, steps: int) -> list[d
     """Run GRPO once in BF16 and twice with each recipe, and return a row for each.
 
     Args:
-        folder: of the model and its tokenizer.
+        folder: folder of the model and its tokenizer.
         prompts: texts.
         recipes: names.
-        steps: of the optimizer.
+        steps: number of optimizer steps.
     """
     rows = []
     for recipe in recipes:
@@ -84,7 +84,7 @@ def run(
 
     Args:
         folder, prompts, steps: see `measure`.
-        recipe: of the layers.
+        recipe: recipe of the layers.
         trains, samples: whether the trainer's forward, and that of `generate`, run in FP8.
     """
     from datasets import Dataset

@@ -110,7 +110,7 @@ def compare(trained: Any, policy: Any, held_out: Tensor, seeds: int, *names: str
 
 @torch.no_grad()
 def sample(policy: Any, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sequences, and the log-probabilities (B, NEW) of what was sampled."""
+    """Return the sequences, and the log-probabilities (B, NEW) of the sampled tokens."""
     watch = SampledLogprobs(1.0)
     with rollout(policy), _autocast(), watch.watching(policy, None):
         sequences = policy.generate(

@@ -122,7 +122,7 @@ def train(
 
     Args:
         name: name in MODELS or DEEP.
-        run: name in RUNS; another name is BF16 with what `change` does.
+        run: name in RUNS; another name is BF16 with the effect of `change`.
         seed: number from which weights, data and dropout come.
         steps: number of the optimizer's steps.
         after_step: function that is called after each step.
@@ -421,8 +421,8 @@ def paired(
 
     Args:
         rows: of the CSV.
-        model: of MODELS.
-        run, control: of RUNS.
+        model: key of MODELS.
+        run, control: keys of RUNS.
     """
     by_seed: list[dict[int, float]] = [
         {seed: float(row["rel_diff"]) for (m, r, seed), row in rows.items() if (m, r) == (model, n)}
@@ -450,7 +450,7 @@ def is_systematic(mean: float, error: float) -> bool:
 
 
 def print_summary(rows: dict[tuple[str, str, int], dict]) -> None:
-    """Print what `summary` returns."""
+    """Print the result of `summary`."""
     print(f"{'model':12} {'run':32} {'mean':>9} {'std. err.':>10} {'std. dev.':>10}")
     for (model, run), (mean, error, spread) in summary(rows).items():
         if run != BASELINE:
