@@ -9,19 +9,19 @@ AdamW; as many sequences to a step as BF16-mixed fits into the card. BF16-mixed,
 eager and with the decoder layers compiled, in one process: each round runs a few steps of every
 variant in turn, from the same weights on the same tokens.
 
-* ``median_ms``: from a step's begin to the next one's, on the GPU; ``forward_ms``,
+* ``median_ms``: from the beginning of a step to that of the next, on the GPU; ``forward_ms``,
   ``backward_ms``, ``optimizer_ms``: medians of its phases (with gradient release the optimizer
   runs in backward).
 * ``loss``: of the last step; ``loss_difference``: of the mean over the measured steps, against
   bf16-mixed in the same host and mode.
 * ``speedup``: over bf16-mixed in the same host and mode, ``speedup_over_compiled``: over compiled
   bf16-mixed, at equal batch; of adapters (``LoRA``) over those of bf16-mixed.
-* ``recipe``: of our linears (``fp8-mixed`` alone has ``auto`` measure and choose; it may leave some
-  in BF16: see ``fp8_linears``), and ``floor_ms`` is that recipe's.
-* ``peak_mib``: of the measured steps; ``run_peak_mib``: with everything before them.
+* ``recipe``: recipe of our linears, for which ``floor_ms`` holds. In ``fp8-mixed`` it is ``auto``'s
+  choice, which may leave some linears in BF16 (``fp8_linears``).
+* ``peak_mib``: peak of the measured steps; ``run_peak_mib``: peak including everything before them.
 * ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py);
   adapters have none.
-* step_kernels.csv, beside it: the kernels of one more step of each variant.
+* step_kernels.csv, in the same folder: the kernels of one more step of each variant.
 * ``--largest``: each variant at the largest batch that fits, too, found from its peaks at 1 and 2.
 """
 
@@ -206,10 +206,10 @@ def main() -> None:
 
 
 def batch_for(model: str, device: torch.device) -> int:
-    """Return the sequences per step at which bf16-mixed fits into the card, and 1 where none does.
+    """Return the sequences per step at which bf16-mixed fits into the card, and 1 if none does.
 
-    From its peak as counted (benchmarks/results/memory_counted.csv): weights and states stay, what
-    is saved for backward and the workspace grow with the batch.
+    It extrapolates the counted peak (benchmarks/results/memory_counted.csv): saved activations and
+    workspace grow with the batch, weights and states do not.
 
     Args:
         model: a counted one; any other one gets 2.
@@ -233,8 +233,8 @@ class Bench:
 
     Args:
         model: its name.
-        layout: of transformers.LlamaConfig.
-        arguments: of the command.
+        layout: arguments of transformers.LlamaConfig.
+        arguments: the command's arguments.
         device: where.
     """
 
@@ -374,7 +374,7 @@ def _mean_loss(runs: list[Run]) -> float:
 
 
 def _traffic(name: str, variant: Variant, recipe: str):
-    """Return what the casts of a variant move whose linears have run `recipe`; None for BF16."""
+    """Return the traffic of a variant's casts if its linears ran `recipe`, or None for BF16."""
     if variant.precision == FP8:
         if not recipe:  # no linear is faster in FP8
             return None

@@ -39,13 +39,13 @@ class Variant:
 
     Attributes:
         precision: ``bf16-mixed``, ``bf16-true`` or ``fp8-mixed``.
-        config: of FP8; fields that differ from the default.
-        peer: whose linears instead, as `benchmarks.peers` names them: ``torchao rowwise``.
+        config: fields of `FP8Config` that differ from the default.
+        peer: library and recipe of the linears, a key of `benchmarks.peers`: ``torchao rowwise``.
         optimizer: ``AdamW`` (fused on a GPU) or one of `peers.TORCHAO_OPTIMIZERS`.
-        optimizer_bytes: that its step reads and writes per parameter: weight and states twice,
+        optimizer_bytes: bytes that its step moves per parameter: weight and states twice,
             gradient once.
-        lora: rank of adapters of all linear layers; 0: every weight is trained.
-        apart: whether layers that read one input multiply apart.
+        lora: rank of adapters of all linear layers, or 0 to train all weights.
+        apart: whether layers that read one input have separate products.
     """
 
     precision: str
@@ -102,13 +102,13 @@ class Run:
     """The results of a few steps; memory in MiB, 0 on the CPU.
 
     Attributes:
-        milliseconds: of each measured step.
-        losses: of every step.
-        peak_mib: of the steps after the warm-up.
-        run_peak_mib: of everything, set-up included.
-        num_fp8_linears: that were ours.
-        recipe: of these, the one that ``auto`` chose where none was named; empty without any.
-        kernels: of the last step, which is not measured; rows of `benchmarks.kernels.COLUMNS`.
+        milliseconds: times of each measured step.
+        losses: loss of every step.
+        peak_mib: peak of the steps after the warm-up.
+        run_peak_mib: peak of everything, including the set-up.
+        num_fp8_linears: number of our linears.
+        recipe: recipe of these layers, ``auto``'s choice if none was set, or empty.
+        kernels: rows of the last step, which is not measured; see `benchmarks.kernels.COLUMNS`.
     """
 
     milliseconds: list[dict[str, float]]
@@ -148,7 +148,7 @@ class _Recorder:
             self.recipes = [m.fp8.recipe.name for m in linears]
 
     def close(self) -> None:
-        """Stop recording: the last step is over, and what comes now is not to be measured."""
+        """Stop recording after the last step."""
         synchronize(self.device)
         self.profile.stop()
         self._note_peak()
@@ -215,7 +215,7 @@ def optimizer_of(variant: Variant, parameters: Any, device: torch.device) -> tor
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile decoder layer by decoder layer, after whoever converts has converted them."""
+    """Compile each decoder layer; call it after the conversion."""
     for module in model.modules():
         if type(module).__name__ == "LlamaDecoderLayer":
             module.compile(backend=COMPILER)
@@ -242,7 +242,7 @@ class CausalLM(lightning.LightningModule):
         return optimizer_of(self.variant, self.parameters(), device)
 
     def cpu(self) -> "CausalLM":
-        """Return self: at the end of a fit Lightning would copy it, and nobody wants the copy."""
+        """Return self, so that Lightning does not copy the model at the end of a fit."""
         return self
 
 
@@ -287,9 +287,9 @@ def run_lightning(
     """Run steps of a fresh model through Lightning's Trainer.
 
     Args:
-        variant: what trains.
+        variant: the variant to train.
         compiled: whether decoder layers are compiled.
-        layout: of transformers.LlamaConfig.
+        layout: arguments of transformers.LlamaConfig.
         tokens: (steps * batch, sequence).
         batch: sequences per step.
         device: where.
