@@ -51,7 +51,7 @@ ODD = {
 }
 ROWS = {"norm": 8192, "narrow norm": 33792, "SwiGLU": 2048, "plain": 4096}
 empty = torch.empty
-"""`tests.emulator.variants` takes values for it, and fewer `ROWS` and `ODD` shapes."""
+"""`benchmarks.evidence.kernel_variants` takes values for it, and fewer `ROWS` and `ODD` shapes."""
 # What a test compiles together covers its inputs together; the last group is that of --fast.
 GROUPS = {"casts": list(DTYPES), "odd shapes": list(ODD)[:-1], "one element": ["one element"]}
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 import torch_fp8.ops.messages
-from tests.internals import CastOptions, cdiv
+from tests.internals import CastOptions
 from tests.internals import kernels_messages as wire
 from tests.internals import kernels_quantize as quantize
 from tests.internals import kernels_rms_norm as rms_norm
 from tests.kernel_cases.comparison import same_bits
 from tests.rows_of_messages import unpack
 from tests.torch_fp8.kernels import test_compiled, test_producers_compiled
+from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.ops.messages import Layout
 from torch_fp8.ops.quantize import save_input
 
