@@ -52,7 +52,7 @@ _NAMES = {
     "torch_fp8.distributed.tensor_parallel.all_gather": "Shards gather_activation",
     "torch_fp8.distributed.tensor_parallel.styles": "check_style",
     "torch_fp8.kernels.adamw": "adamw_step update_rms",
-    "torch_fp8.kernels.adamw_record": "Record",
+    "torch_fp8.kernels.adamw_kernels": "Record",
     "torch_fp8.kernels.arguments": (
         "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts NormBackwardInputs "
         "NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"

@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.adamw_kernels import (
+    Record,
     adamw_step_kernel,
     cast_weights_kernel,
     update_rms_kernel,
     update_squares_kernel,
 )
-from torch_fp8.kernels.adamw_record import Record
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix, WeightPayload
 from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.quantization.block_scaled import num_groups

@@ -50,8 +50,7 @@ def activation(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
     """Compute the activation of float32 gate and up."""
     if form.clamped:
         gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit) + 1
-        return gate * sigmoid(gate * form.alpha) * up
-    return gate * sigmoid(gate) * up
+    return gate * sigmoid(gate * form.alpha if form.clamped else gate) * up
 
 
 def _saved_halves(gate: Tensor, up: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:

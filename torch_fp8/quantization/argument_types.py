@@ -13,12 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_ACCEPTED = {
-    int: (int,),
-    float: (int, float),
-    Path: (os.PathLike,),
-    torch.device: (torch.device, int),
-}
+_ACCEPTED = {float: (int, float), Path: (os.PathLike,), torch.device: (torch.device, int)}
 """The classes of valid values, where they are not the annotated class alone."""
 _TEXTS: dict[Any, str] = {
     nn.Module: "an nn.Module",

@@ -91,14 +91,13 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
     """
     name, rule, default = f"FP8Config.{of_field.name}", of_field.metadata, of_field.default
     choices, least, most = rule.get("choices", ()), rule.get("least"), rule.get("most")
-    if isinstance(default, tuple):
-        value = tuple(value) if isinstance(value, list) else value
+    several = isinstance(default, tuple)
+    value = tuple(value) if several and isinstance(value, list) else value
+    if several or not choices:
         check_type(name, value, of_field.type)
-        if not all(value):
-            raise TypeError(f"{name} must hold non-empty strings, got {value!r}")
-    elif not choices:
-        check_type(name, value, of_field.type)
-    for item in (value if isinstance(default, tuple) else (value,)) if choices else ():
+    if several and not all(value):
+        raise TypeError(f"{name} must hold non-empty strings, got {value!r}")
+    for item in (value if several else (value,)) if choices else ():
         check_choice(name, item, choices)
     if least is not None and value is not None:
         if value < least:
