@@ -9,9 +9,7 @@ from tests.internals import (
     CastOptions,
     Payload,
     UnshardedFloat8Weight,
-    exponent_bytes,
     make_recipe,
-    powers_of_two,
     sqnr_db,
     transposed_or_recast,
     worst_row_sqnr_db,
@@ -145,11 +143,3 @@ def test_writing_it_is_an_error(write):
     weight = gathered(spread(), make_recipe("tensorwise").weight)
     with torch.no_grad(), pytest.raises(RuntimeError, match="write to the sharded parameter"):
         write(weight)
-
-
-def test_scales_as_bytes_are_exact():
-    exponents = torch.arange(-126, 128, dtype=torch.float32)
-    scales = torch.ldexp(torch.ones(()), exponents)
-    assert torch.equal(powers_of_two(exponent_bytes(scales)), scales)
-    bad = torch.tensor([torch.inf, torch.nan])
-    assert powers_of_two(exponent_bytes(bad)).isinf().all()
