@@ -64,8 +64,7 @@ def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool 
 class CommunicationStream:
     """A CUDA stream for communication, created when the first CUDA tensor arrives."""
 
-    def __init__(self) -> None:
-        self._stream: Any = None
+    _stream: Any = None
 
     def beside(self, device: torch.device) -> Any:
         """Queue CUDA work on this stream in this context, after the computation so far."""

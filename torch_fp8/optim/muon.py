@@ -170,9 +170,8 @@ def is_muon(optimizer: Optimizer) -> bool:
 def releases(optimizer: ConvertedOptimizer) -> bool:
     """Return whether Muon can step a single weight in backward, without other ranks."""
     base = optimizer._fp8_base
-    sharded = any(isinstance(p, DTensor) for _, _, p in optimizer.indexed_parameters())
     own = base.__module__.startswith("torch.optim") or "SingleDevice" in base.__name__
-    return own and not sharded
+    return own and not any(isinstance(p, DTensor) for _, _, p in optimizer.indexed_parameters())
 
 
 def steps_by_shards(parameter: Tensor) -> bool:

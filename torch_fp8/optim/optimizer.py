@@ -79,8 +79,7 @@ class Float8Optimizer(ConvertedOptimizer):
 
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step the parameters of some `indexed_parameters` that have a gradient."""
-        large: list[Entry] = []
-        small: list[Entry] = []
+        large, small = list[Entry](), list[Entry]()
         grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
         with_grads = [(i, g, p, grad) for i, g, p, grad in grads if grad is not None]
         # Kernels write without torch's knowledge, and shards have their own version counters.
@@ -199,12 +198,11 @@ class Float8Optimizer(ConvertedOptimizer):
             ids = {saved_id for saved_id, _, _ in loaded}
             return {**given, "state": {i: s for i, s in given["state"].items() if i not in ids}}
 
-        with (
-            self.register_load_state_dict_pre_hook(without_ours),
-            self.register_load_state_dict_post_hook(
-                lambda _: self._from_checkpoint(*ours), prepend=True
-            ),
-        ):
+        def with_ours(_: Any) -> None:
+            self._from_checkpoint(*ours)
+
+        before = self.register_load_state_dict_pre_hook(without_ours)
+        with before, self.register_load_state_dict_post_hook(with_ours, prepend=True):
             super().load_state_dict(state_dict)
 
     @torch.no_grad()

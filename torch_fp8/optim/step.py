@@ -255,9 +255,8 @@ def settled_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
     If ranks have different tokens, torch leaves the gradient of a replicated parameter (a norm
     under sequence parallelism) as partial sums.
     """
-    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
-        return grad
-    if grad.placements != parameter.placements:
+    is_sharded = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
+    if is_sharded and grad.placements != parameter.placements:
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     return grad
 

@@ -198,6 +198,5 @@ def in_shared_memory(tensor: Tensor) -> bool:
 
     Version numbers count the writes of one process. Processes share our tensors only on the CPU.
     """
-    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
-        return False  # compiled code derives everything anew
-    return tensor.is_shared()
+    is_kept = not torch.compiler.is_compiling()  # compiled code derives everything anew
+    return is_kept and tensor.device.type == "cpu" and tensor.is_shared()

@@ -224,9 +224,9 @@ class _TracedView(EncodedView):
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         refuse_write_in_graph(func, args)
-    if func in LIST_HANDLERS:
-        return LIST_HANDLERS[func](*args)
     first = args[0] if args else None
+    if isinstance(first, list) and func in LIST_HANDLERS:
+        return LIST_HANDLERS[func](*args)
     if isinstance(first, Encoded):
         handler: Any = _ALIASES.get(func) or first.handlers.get(func)
         result = NotImplemented if handler is None else handler(*args, **kwargs)

@@ -101,12 +101,6 @@ class LazyQuantizedTensor(QuantizableTensor):
     def reshaped(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
         return LazyQuantizedTensor(self.production, shape, self.outer_dtype)
 
-    def __repr__(self) -> str:
-        return (
-            f"LazyQuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"by '{self.production.name}')"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
 

@@ -88,10 +88,8 @@ class PayloadCache:
         """Return a number unique to the weight's current value, or None if changes
         cannot be detected.
         """
-        if isinstance(weight, SplitWeight):
-            version: int | None = weight.halves.version
-        else:
-            version = self.scope if weight is self._scoped_weight else None
+        scope = self.scope if weight is self._scoped_weight else None
+        version = weight.halves.version if isinstance(weight, SplitWeight) else scope
         return None if version is None or in_shared_memory(stored(weight)) else version
 
     def evaluation_row(

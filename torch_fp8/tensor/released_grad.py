@@ -73,5 +73,4 @@ def release(parameter: Tensor) -> None:
 
 def is_released(parameter: Tensor) -> bool:
     """Return whether gradient release has freed the gradient of a parameter."""
-    grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
-    return grad is not None and isinstance(local(grad), ReleasedGrad)
+    return isinstance(local(torch.Tensor.grad.__get__(parameter)), ReleasedGrad)

@@ -131,8 +131,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         consumer = _consumer(self._module) if isinstance(desired, Replicate) else None
         if input_layout is None or consumer is None:
             return super()._prepare_input_arg(input, mesh, input_layout, desired)
-        again = self.gather_in_backward
-        x = replicate(input, mesh, input_layout, consumer, gather_again=again)
+        x = replicate(input, mesh, input_layout, consumer, gather_again=self.gather_in_backward)
         return x.to_local() if self.use_local_output else x
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
