@@ -171,8 +171,6 @@ class ExpertBlockFunction(torch.autograd.Function):
         if is_dropped:
             half = h[:, : h.shape[1] // 2]  # (R, I)
             halves = [*saved_stand_ins(half), *saved_stand_ins(half)]
-        assert q is not None
-        assert scale is not None
         a8 = QuantizedTensor(q, scale, x8.granularity)  # (R, I)
         if grouped.observers:
             of_first, of_second = grouped.observers
