@@ -42,7 +42,7 @@ from torch_fp8.nn.grouped_linear_function import (
     weight_grad_dtype,
     weight_gradient,
 )
-from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
+from torch_fp8.nn.linear_function import save_by_name, saved_by_name
 from torch_fp8.ops.expert_gate import (
     expert_gate_backward,
     expert_gate_quantize,
