@@ -77,27 +77,6 @@ def weights_of(model):
     return [m.weight.data_ptr() for m in model.modules() if isinstance(m, Float8Layer)]
 
 
-@pytest.mark.parametrize(
-    ("way", "recipe"),
-    [
-        ("plain", "tensorwise"),
-        ("batched", "rowwise"),
-        ("static", "blockwise"),
-        pytest.param("continuous", "rowwise", marks=pytest.mark.long),
-    ],
-)
-def test_a_rollout_casts_each_weight_once(casts, way, recipe):
-    model = policy(recipe)
-    for _ in range(2):
-        casts.clear()
-        with rollout(model):
-            WAYS[way](model)
-            WAYS[way](model)  # another batch of the same policy
-        weights = weights_of(model)
-        assert len(weights) == 14
-        assert sorted(place for place in casts if place in weights) == sorted(weights)
-
-
 def test_generate_is_a_scope_by_itself(casts):
     model = policy("rowwise").eval()
     casts.clear()

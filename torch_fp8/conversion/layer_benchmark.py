@@ -23,7 +23,7 @@ from torch_fp8.nn.input_group import InputGroup, can_group
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.payload_cast import PayloadCast
+from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.split_weight import split_parameter
 
 WARMUP, REPETITIONS = 1, 5

@@ -28,7 +28,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.quantized_state import QuantizedState
+from torch_fp8.tensor.quantized_state import Coded, QuantizedState
 from torch_fp8.tensor.split_weight import SplitWeight, halves_of, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -263,7 +263,7 @@ def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     shard = local(grad)
     if isinstance(shard, WideGrad):
         shard = shard.stored
-    codes, *scales = shard.parts() if hasattr(shard, "parts") else (shard,)
+    codes, *scales = shard.codes if isinstance(shard, Coded) else (shard,)
     return codes, scales
 
 

@@ -49,9 +49,8 @@ from torch_fp8.ops.expert_gate import (
     gate_gradient,
     scored_activation,
 )
-from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.moe_rows import Route, combine_rows, gather_rows, spread_rows, transpose_groups
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor, saved_stand_ins
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.quantizer import matrix
 from torch_fp8.tensor.weight_half import gradient_dtype

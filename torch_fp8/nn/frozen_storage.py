@@ -26,7 +26,7 @@ from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.frozen_payload import FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
-from torch_fp8.tensor.swap import refuse_swap
+from torch_fp8.tensor.readable import refuse_swap
 
 
 class ThawNotice:

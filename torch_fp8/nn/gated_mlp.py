@@ -37,7 +37,7 @@ from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.linear_function import graph_options
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads
-from torch_fp8.ops.fused_quantize import saved_stand_ins
+from torch_fp8.ops.quantize import saved_stand_ins
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.ops.swiglu_backward import halves

@@ -30,9 +30,9 @@ from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.quantizer import Quantizer, matrix
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import gradient_dtype

@@ -41,8 +41,7 @@ from torch_fp8.kernels.arguments import (
 )
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.trial_reads import TrialReads
-from torch_fp8.ops.fused_quantize import saved_stand_ins
-from torch_fp8.ops.quantize import as_layouts
+from torch_fp8.ops.quantize import as_layouts, saved_stand_ins
 from torch_fp8.ops.rms_norm import (
     rms_norm,
     rms_norm_backward,

@@ -43,10 +43,6 @@ def test_what_is_no_model_is_told(thing, how):
             convert(thing)
 
 
-def test_a_recipe_is_given_by_name():
-    assert convert_to_float8(Model(), "rowwise").recipe.name == "rowwise"
-
-
 def test_converting_twice_changes_nothing():
     model = Model()
     config = FP8Config(recipe="delayed", amax_history_len=4)
@@ -84,12 +80,6 @@ def test_tied_linears_stay_tied():
     assert report.converted == ("0", "1")
     assert shared[0] is shared[2]
     assert shared[0].weight is shared[1].weight
-
-
-def test_config_comes_from_the_environment_unless_given(monkeypatch):
-    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
-    assert convert_to_float8(Model()).recipe.name == "rowwise"
-    assert convert_to_float8(Model(), FP8Config()).recipe.name == "tensorwise"
 
 
 @pytest.mark.parametrize(
