@@ -63,13 +63,11 @@ def find_rms_norm(module: nn.Module) -> Found | None:
     if eps is None:
         return None
     equal = _norms.setdefault((cls, weight.shape[0]), [])
-    for norm in equal:
-        if norm.reads.change(module) is None:
-            return norm
-    tried = _tried_norm(module, eps, weight.shape[0])
-    if tried is not None:
-        equal.append(tried)
-    return tried
+    norm = next((norm for norm in equal if norm.reads.change(module) is None), None)
+    if norm is None:
+        norm = _tried_norm(module, eps, weight.shape[0])
+        equal += [] if norm is None else [norm]
+    return norm
 
 
 @functools.cache

@@ -64,8 +64,7 @@ def revert(model: nn.Module) -> int:
         remove_slot(parameter)
     join_parameters(parameters)
     for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = plain(parameter.grad)
+        parameter.grad = plain(parameter.grad)
     return len(modules)
 
 
