@@ -80,8 +80,8 @@ FAULTS = {
     ),
     ("torch_fp8/conversion/revert.py", "tests/torch_fp8/conversion/test_revert.py"): (
         "a gradient of a weight that is not split stays in 8 bits after revert",
-        "            parameter.grad = plain(parameter.grad)\n",
-        "            pass\n",
+        "        parameter.grad = plain(parameter.grad)\n",
+        "        pass\n",
     ),
     ("torch_fp8/conversion/report.py", f"{_TESTS}/test_report.py {_TESTS}/test_convert.py"): (
         "the gradient of a frozen weight counts as a product",

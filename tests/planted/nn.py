@@ -100,6 +100,19 @@ FAULTS = {
         "return self.scaling if self.scaling is not None and self.scaling.rule.eager else None",
         "return self.scaling",
     ),
+    ("torch_fp8/nn/layer_fp8.py", f"{_TESTS}/test_smooth_swiglu.py"): (
+        "down projections have one scale for all channels",
+        "return smooth_operands if self.recipe.smooth else plain_operands",
+        "return plain_operands",
+    ),
+    (
+        "torch_fp8/nn/rms_norm.py",
+        f"{_TESTS}/test_rms_norm.py::test_frozen_layers_get_no_transposed_blocks",
+    ): (
+        "a norm casts in advance for a wgrad that nobody runs",
+        "columnwise=col and quantizer.columnwise_usage",
+        "columnwise=col",
+    ),
     ("torch_fp8/nn/rms_norm.py", "tests/torch_fp8/compile/test_fused_casts.py"): (
         "in a graph, a norm computes its statistics apart from a cast with a known scale",
         "known = options.scale is not None or options",

@@ -206,7 +206,12 @@ def _shapes_of(names: Sequence[str], shapes: Mapping[str, LayerShape]) -> Reader
 
 
 def _timed(device: torch.device, distinct: Sequence[Readers], tokens: int, *options: Any) -> str:
-    """Return all times as JSON, or the reason why they cannot be measured; warn then."""
+    """Return all times as JSON, or the reason why they cannot be measured; warn then.
+
+    Args:
+        device, distinct, tokens: arguments of `layer_times`, for several shapes.
+        options: its other arguments.
+    """
     times = []
     try:
         for shapes in distinct:

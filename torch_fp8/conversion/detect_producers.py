@@ -63,13 +63,11 @@ def find_rms_norm(module: nn.Module) -> Found | None:
     if eps is None:
         return None
     equal = _norms.setdefault((cls, weight.shape[0]), [])
-    for norm in equal:
-        if norm.reads.change(module) is None:
-            return norm
-    tried = _tried_norm(module, eps, weight.shape[0])
-    if tried is not None:
-        equal.append(tried)
-    return tried
+    norm = next((norm for norm in equal if norm.reads.change(module) is None), None)
+    if norm is None:
+        norm = _tried_norm(module, eps, weight.shape[0])
+        equal += [] if norm is None else [norm]
+    return norm
 
 
 @functools.cache
@@ -120,7 +118,7 @@ def _agrees(
     for training, tried in ((True, x[:3]), (False, x[None])):
         recorder.give("training", training)
         tried = tried.detach().requires_grad_(with_gradients)
-        got = _result(recorder.twin, tried, with_gradients)
+        got = _result(recorder.twin, tried)
         if not isinstance(got, Tensor) or got.dtype != out_dtype or got.shape != tried.shape:
             return False
         want = _norm(tried, weight, spec).to(out_dtype)
@@ -131,13 +129,9 @@ def _agrees(
     return True
 
 
-def _result(twin: Any, x: Tensor, with_gradients: bool) -> Any:
+def _result(twin: Any, x: Tensor) -> Any:
     try:
-        with (
-            torch.set_grad_enabled(with_gradients),
-            torch.autocast("cpu", enabled=False),
-            warnings.catch_warnings(),
-        ):
+        with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about mixed dtypes
             return twin.forward(x)
     except Exception:

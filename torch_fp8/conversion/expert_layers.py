@@ -1,5 +1,6 @@
 """Selection of the modules of fused experts that run in FP8, their conversion and its reverse."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,27 +84,20 @@ def _implementation_reason(module: Any) -> str | None:
     return f"experts_implementation={implementation!r} computes them"
 
 
-def routers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linear layers that choose experts, with the reason; they are never converted.
+def routers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the linear layers that choose experts, which are never converted.
 
     A router is a sibling of the experts, or lies within one, and has one output per expert.
     """
-    reasons: dict[nn.Module, str] = {}
     for parent in model.modules():
         for child in parent.children():
             count = _num_experts(child)
             if count < 2:
                 continue
-            beside = (
-                layer
-                for key, sibling in parent.named_children()
-                if sibling is not child and key.rpartition(".")[2] in ROUTER_NAMES
-                for layer in sibling.modules()
-            )
-            for layer in beside:
+            beside = [m for n, m in parent.named_children() if m is not child and n in ROUTER_NAMES]
+            for layer in (m for sibling in beside for m in sibling.modules()):
                 if isinstance(layer, nn.Linear) and layer.out_features == count:
-                    reasons[layer] = "router of experts"
-    return reasons
+                    yield layer
 
 
 def _num_experts(module: nn.Module) -> int:

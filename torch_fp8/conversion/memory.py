@@ -213,16 +213,13 @@ def _expected(
     if ours is None or not converted:
         states = (_num_moments(optimizer) or 0) * numel * size
         return counts | {"gradients": numel * size, "moments": states}
-    split = isinstance(shard, SplitWeight)
-    master = 0
-    if split or ours.keeps_residual(parameter):
-        master = numel * (1 if is_large(parameter) else 2)
+    split, large = isinstance(shard, SplitWeight), is_large(parameter)
+    master = numel * (1 if large else 2) if split or ours.keeps_residual(parameter) else 0
     gradients, scales = numel * (4 if split and summed else size), 0
     if ours.has_fp8_gradient(parameter):
         gradients, scales = numel, _num_scales(shard) + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:
         gradients, scales = 0, 0
-    large = is_large(parameter)
     moments = (_num_moments(ours) or 0) * numel * parameter.element_size()
     if isinstance(ours, MuonOptimizer) and large:
         moments, scales = numel, scales + 2 * _num_scales(shard, linear_int8.GROUP)

@@ -73,13 +73,9 @@ def _weights(model: nn.Module, module: nn.Module) -> Iterator[tuple[float, bool,
     of_experts = bool(expert_weights("", module))
     for key in stacked_weights("", module):
         parameter = module.get_parameter(key)
-        share = _active_share(model, module, parameter) if of_experts else 1.0
+        active = experts_per_token(module, getattr(model, "config", None)) if of_experts else None
+        share = min((active or len(parameter)) / len(parameter), 1.0)
         yield parameter.numel() * share, parameter.requires_grad, of_experts
-
-
-def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:
-    count = parameter.shape[0]
-    return min((experts_per_token(module, getattr(model, "config", None)) or count) / count, 1.0)
 
 
 _FASTER = 2.0

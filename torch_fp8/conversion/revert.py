@@ -64,8 +64,7 @@ def revert(model: nn.Module) -> int:
         remove_slot(parameter)
     join_parameters(parameters)
     for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = plain(parameter.grad)
+        parameter.grad = plain(parameter.grad)
     return len(modules)
 
 
@@ -126,7 +125,6 @@ def to_float8(
     if not isinstance(module, Float8Layer):
         linear = TransformerEngineLinear if uses_te else Float8Linear
         add_mixin(module, linear if isinstance(module, nn.Linear) else Float8Conv1D)
-    assert isinstance(module, Float8Layer)
     module.configure(name, config, recipe, emulate)
     check_style(module)
 
@@ -136,7 +134,6 @@ def to_stock(module: FrozenStorage) -> None:
     if isinstance(module, Float8Experts):
         experts_to_stock(module)
         return
-    assert isinstance(module, Float8Layer)
     module.thaw_weights()
     module.drop_fp8()
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

@@ -83,7 +83,7 @@ def _products(
     frozen = set(frozen_output_layers(model, config).values())
     for head in frozen:
         kept_high.pop(head, None)
-    kept_high |= routers(model)
+    kept_high |= dict.fromkeys(routers(model), "router of experts")
     kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)
     for name, module in model.named_modules():
         if not is_linear(module):

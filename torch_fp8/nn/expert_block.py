@@ -42,7 +42,7 @@ from torch_fp8.nn.grouped_linear_function import (
     weight_grad_dtype,
     weight_gradient,
 )
-from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
+from torch_fp8.nn.linear_function import save_by_name, saved_by_name
 from torch_fp8.ops.expert_gate import (
     expert_gate_backward,
     expert_gate_quantize,
@@ -170,8 +170,6 @@ class ExpertBlockFunction(torch.autograd.Function):
         if is_dropped:
             half = h[:, : h.shape[1] // 2]  # (R, I)
             halves = [*saved_stand_ins(half), *saved_stand_ins(half)]
-        assert q is not None
-        assert scale is not None
         a8 = QuantizedTensor(q, scale, x8.granularity)  # (R, I)
         if grouped.observers:
             of_first, of_second = grouped.observers

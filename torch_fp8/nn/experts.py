@@ -292,10 +292,8 @@ def find_gate(module: Any) -> Found | None:
         recorder = _recorder(module)
     except Exception:  # a class whose reads cannot be recorded
         return None
-    for form in _forms(module):
-        if _agrees(recorder, form):
-            return recorder.found(form)
-    return None
+    form = next((form for form in _forms(module) if _agrees(recorder, form)), None)
+    return None if form is None else recorder.found(form)
 
 
 def _recorder(module: nn.Module) -> Recorder:

@@ -31,8 +31,7 @@ from torch_fp8.autograd.function import (
     refuse_derivatives,
     will_run,
 )
-from torch_fp8.nn.linear_function import LinearOptions
-from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
+from torch_fp8.nn.linear_function import LinearOptions, save_by_name, saved_by_name
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.ops.side_by_side import side_by_side

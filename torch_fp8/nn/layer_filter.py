@@ -104,14 +104,12 @@ def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.M
     """
     if "lm_head" not in skip:
         return {}
-    reasons: dict[nn.Module, str] = {}
+    heads = [m for m in map(output_layer, model.modules()) if isinstance(m, nn.Linear)]
+    reasons = dict.fromkeys(heads, "output layer (get_output_embeddings), as lm_head")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
             reasons[module] = "output layer (weight tied to an embedding), as lm_head"
-        head = output_layer(module)
-        if isinstance(head, nn.Linear):
-            reasons.setdefault(head, "output layer (get_output_embeddings), as lm_head")
     return reasons
 
 

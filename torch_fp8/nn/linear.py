@@ -54,8 +54,8 @@ from torch_fp8.nn.delayed_scaling import (
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
-from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
-from torch_fp8.nn.repeated_forward import repeated
+from torch_fp8.nn.linear_function import linear, linear_in_graph
+from torch_fp8.nn.repeated_forward import repeated, served_in_graph
 from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor

@@ -27,12 +27,13 @@ from torch_fp8.autograd.function import (
     written_in_backward,
 )
 from torch_fp8.nn.bf16_forward import linear_in_bf16
-from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.nn.smooth_operands import CastOperands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
+from torch_fp8.quantization.split_float import split
+from torch_fp8.tensor import encoded
 from torch_fp8.tensor.dgrad_operands import dgrad_operands
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import (
@@ -42,6 +43,7 @@ from torch_fp8.tensor.quantizer import (
     matrix,
     quantize_input,
 )
+from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 
@@ -143,34 +145,6 @@ def linear_in_graph(
     return linear(x, weight, bias, x.shape, options, *buffers)
 
 
-@torch.compiler.allow_in_graph
-def served_in_graph(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    granularity: Any,
-    bias: Tensor | None,
-    casts: tuple[str, bool],
-    *buffers: Tensor,
-) -> Tensor:
-    """Run `linear_in_graph` without gradients, with a weight that is already cast.
-
-    Args:
-        qdata, scale, granularity: payload (N, K) of the weight.
-        x, bias, casts, buffers: arguments of `linear_in_graph`.
-    """
-    out_dtype = output_dtype(x)
-    if only_shape_matters(x):
-        return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
-    text, ready = casts
-    options = graph_options(text, x.dtype, out_dtype, False, ready)
-    a, _, _ = options.quantizers_of(buffers).input(x, rowwise=True, columnwise=False)
-    assert a is not None
-    b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum
-    y = scaled_matmul(a, b, out_dtype, bias=bias, fast_accum=fast_accum, emulate=options.emulate)
-    return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
-
-
 def plain_operands(
     quantizers: Quantizers, x: Tensor, weight: Tensor, training: bool | None, **needs: Any
 ) -> CastOperands:
@@ -225,6 +199,37 @@ def fprop(
     # (M, K) @ (N, K)^T, both along K
     y = scaled_matmul(a, b, dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
     return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
+
+
+def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
+    """Save tensors for backward under names, without those that are None.
+
+    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None.
+    Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
+    train such a weight under autocast, because they save their cast copy of it.
+    """
+    is_eager = not torch.compiler.is_compiling()
+    present = {
+        name: t.clone() if is_eager and t.is_inference() else t
+        for name, t in tensors.items()
+        if t is not None
+    }
+    ctx.saved_names = tuple(present)
+    ctx.split_names = [name for name, t in present.items() if isinstance(t, SplitWeight)]
+    ctx.save_for_backward(*present.values())
+
+
+def saved_by_name(ctx: Any) -> dict[str, Tensor]:
+    """Return the tensors of `save_by_name`, with the values that forward used.
+
+    Forward casts the BF16 half of a `SplitWeight`. Hooks that copy (`save_on_cpu`) return its
+    float32 value instead, which is split again. Ties round up, so the half is the same.
+    """
+    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+    for name in ctx.split_names:
+        if not isinstance(saved[name], SplitWeight):
+            saved[name] = split(encoded.plain(saved[name]), bits=0)[0]
+    return saved
 
 
 def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

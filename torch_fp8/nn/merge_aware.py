@@ -202,18 +202,17 @@ def make_merge_aware(model: nn.Module) -> int:
         ValueError: no FP8 layer has a LoRA adapter, or an adapter cannot be merged into one weight;
             the message names it.
     """
-    count, adapted = 0, None
+    count = 0
     for name, module in model.named_modules():
         name = unwrapped_name(name)
         base = own_child(module, "base_layer")
         if not isinstance(base, Float8Layer):
             continue
         _take(name, module, base)
-        adapted = name
         if not isinstance(module, MergeAware):
             add_mixin(module, MergeAware)
         count += 1
-    if adapted is None:
+    if not count:
         raise ValueError(
             "FP8Config(merge_aware=True) trains LoRA on an FP8 base, and no FP8 layer of "
             f"{type(model).__name__} has an adapter: wrap the model with PEFT (get_peft_model, "

@@ -1,7 +1,7 @@
-"""`repeated`: a layer's forward without gradients, with the decisions of an earlier one.
+"""Forwards of a layer without gradients whose weight is already cast (`tensor.payload_cache`).
 
-For one token Python's decisions how to multiply dominate. If the weight's payload is cached
-(`torch_fp8.tensor.payload_cache`), they are those of the forward that cached it.
+For one token Python's decisions how to multiply dominate: `repeated` takes those of the forward
+that cached the weight's payload. `served_in_graph` is the forward in a graph of torch.compile.
 
 Legend: M tokens, K in, N out.
 """
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import autocast_dtype
-from torch_fp8.autograd.function import reshaped
+from torch_fp8.autograd.current_pass import autocast_dtype, output_dtype
+from torch_fp8.autograd.function import only_shape_matters, reshaped, shape_of_result
+from torch_fp8.nn.linear_function import graph_options
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.registry import is_watched
-from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
+from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out, scaled_matmul
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 
@@ -59,3 +61,31 @@ def repeated(layer: Any, input: Tensor) -> Tensor | None:
     whole = (*shape[:-1], y.shape[1])  # y (M, N)
     # Like `reshaped`, but faster: (M, N) -> (..., N), and not a view.
     return y.resize_(whole) if y.is_contiguous() else reshaped(y, whole)
+
+
+@torch.compiler.allow_in_graph
+def served_in_graph(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    granularity: Any,
+    bias: Tensor | None,
+    casts: tuple[str, bool],
+    *buffers: Tensor,
+) -> Tensor:
+    """Run `linear_in_graph` without gradients, with a weight that is already cast.
+
+    Args:
+        qdata, scale, granularity: payload (N, K) of the weight.
+        x, bias, casts, buffers: arguments of `linear_in_graph`.
+    """
+    out_dtype = output_dtype(x)
+    if only_shape_matters(x):
+        return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
+    text, ready = casts
+    options = graph_options(text, x.dtype, out_dtype, False, ready)
+    a, _, _ = options.quantizers_of(buffers).input(x, rowwise=True, columnwise=False)
+    assert a is not None
+    b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum
+    y = scaled_matmul(a, b, out_dtype, bias=bias, fast_accum=fast_accum, emulate=options.emulate)
+    return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)

@@ -60,9 +60,7 @@ class Product(Producer):
     def channel_amax(self) -> Tensor:
         if self._amax is not None and self._amax.ndim:
             return self._amax
-        amax = swiglu_save_columns(self._gate, self._up, False)[-1]
-        assert amax is not None
-        return amax
+        return swiglu_save_columns(self._gate, self._up, False)[-1]
 
     def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
         return self._cast(factors, options)
