@@ -110,6 +110,7 @@ def test_sampled_logprobs_are_those_of_the_logits(tiny_model, chunk):
     ids[1, :3], attention[1, :3] = 1, 0
     watch = SampledLogprobs(0.7)
     with watch.watching(model):
+        model.generate(ids, max_new_tokens=2, eos_token_id=None)
         made = model.generate(
             **{"input_ids": ids, "attention_mask": attention, "max_new_tokens": 6},
             **{"do_sample": True, "temperature": 0.7, "top_k": 0, "prefill_chunk_size": chunk},
