@@ -119,7 +119,8 @@ class TokenCounter:
 
     def __init__(self, name: str, module: Float8Experts) -> None:
         self.name, self.module = name, module
-        self.size = _num_experts(module)
+        count = getattr(module, "num_experts", None)
+        self.size = count if isinstance(count, int) else _num_held(module)
         self.counts: Tensor | None = None
 
     def add(self, top_k_index: Tensor) -> None:
@@ -221,7 +222,7 @@ class ExpertModules:
             joined = torch.cat(taken)
             dist.all_reduce(joined)
             pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)
-            taken = [own if _is_parallel(c.module) else total for c, total, own in pairs]
+            taken = [total if _num_held(c.module) == c.size else own for c, total, own in pairs]
         self.counts = taken
         for counter, counts, has_counted in zip(self._counters, taken, counted, strict=True):
             if has_counted:
@@ -240,13 +241,6 @@ def _source(x: Source) -> Tensor:
     return matrix(x if isinstance(x, Tensor) else x())
 
 
-def _is_parallel(module: Any) -> bool:
-    """Return whether ranks have different experts, fewer than the weight counts."""
-    return bool(getattr(module, module.fp8_weight_names[0]).shape[0] != _num_experts(module))
-
-
-def _num_experts(module: Any) -> int:
-    count = getattr(module, "num_experts", None)
-    if isinstance(count, int):
-        return count
-    return int(getattr(module, module.fp8_weight_names[0]).shape[0])
+def _num_held(module: Any) -> int:
+    """Return the number of experts that this rank has, fewer than there are if ranks differ."""
+    return len(getattr(module, module.fp8_weight_names[0]))

@@ -29,7 +29,7 @@ from tests.internals import (
     local,
     transposed_stacked,
 )
-from tests.moe_experts import CLASSES, E, H, K, experts
+from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
 from tests.steps import adamw
 from tests.torch_fp8.distributed.cases.parallel_ranks import db, full
@@ -401,13 +401,6 @@ def test_adapters_over_frozen_experts_train_as_in_one_process():
         assert_adapters_train_as_in_one_process(layout, _by_fsdp)
     for layout in ("plain", "gpt-oss"):
         assert_adapters_train_as_in_one_process(layout, _by_ddp)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_adapters_over_frozen_experts_of_every_layout():
-    for layout in CLASSES:
-        assert_adapters_train_as_in_one_process(layout, _by_fsdp)
 
 
 @on_ranks(2)
