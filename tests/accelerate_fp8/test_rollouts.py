@@ -212,6 +212,25 @@ def test_tokens_of_tools_are_not_compared():
     assert sampled_mask(both).tolist() == [[1, 0, 1, 0]]
 
 
+def test_all_turns_of_a_rollout_with_tools_are_compared():
+    ones = torch.ones(1, 3)
+    trainer = types.SimpleNamespace(model=types.SimpleNamespace(training=True), use_vllm=False)
+
+    def original(self):
+        vars(self)["_fp8_rollouts"].sampled = [[-2.0]]  # those of the last turn
+        return {
+            **{"completion_ids": ones, "completion_mask": ones},
+            "tool_mask": torch.tensor([[1, 0, 1]]),
+            "sampling_per_token_logps": torch.tensor([[-1.0, 0.0, -2.0]]),
+            "old_per_token_logps": torch.tensor([[-1.0, -9.0, -1.0]]),
+        }
+
+    output = rollouts.generate_and_score_completions(original, trainer)
+    assert "sampling_per_token_logps" not in output
+    alone = types.SimpleNamespace(device="cpu", gather=lambda x: x)
+    assert vars(trainer)["_fp8_rollouts"].differences["train"].take(alone) == 0.5
+
+
 def test_a_warning_is_given_once(lab, said, monkeypatch):
     monkeypatch.setattr("accelerate_fp8.logprob_difference.BATCH_BOUND", 1.0)
     # What auto takes here, rowwise, has nothing to warn of.
