@@ -24,7 +24,6 @@ TRIED = {
 }
 """The lowest and highest tested minor version of each host; docs/versions.md lists the tests."""
 DISTRIBUTIONS = {
-    "lightning": ("lightning",),
     "pytorch_lightning": ("pytorch-lightning",),
     "lightning_fabric": ("lightning-fabric", "pytorch-lightning"),
     **{host: (host,) for host in TRIED},

@@ -229,9 +229,7 @@ def unwrap_model(
     return unwrapped
 
 
-def get_state_dict(
-    original: Any, self: Any, model: nn.Module, unwrap: bool = True
-) -> dict[str, Any]:
+def get_state_dict(original: Any, self: Any, model: nn.Module, unwrap: bool = True) -> Any:
     """Extend ``Accelerator.get_state_dict``: return joined weights, on the CPU."""
     with whole_weights(model):
         return original(self, model, unwrap)
@@ -287,15 +285,12 @@ def _device_to_be(
     return accelerator.device if placed and not accelerator.verify_device_map(model) else None
 
 
-def _save_state_hook(
-    accelerator: Any, models: list[nn.Module], weights: list[Any], output_dir: str
-) -> None:
-    preparation_of(accelerator).save(
-        models, output_dir, accelerator.process_index, accelerator.is_main_process
-    )
+def _save_state_hook(accelerator: Any, models: list[nn.Module], _: Any, folder: str) -> None:
+    where = folder, accelerator.process_index, accelerator.is_main_process
+    preparation_of(accelerator).save(models, *where)
 
 
-def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
-    # Not `models`, from which Accelerate omits the models that FSDP loads itself.
+def _load_state_hook(accelerator: Any, _: Any, folder: str) -> None:
+    # Not the given models, from which Accelerate omits those that FSDP loads itself.
     models, optimizers = accelerator._models, accelerator._optimizers
-    preparation_of(accelerator).load(models, optimizers, input_dir, accelerator.process_index)
+    preparation_of(accelerator).load(models, optimizers, folder, accelerator.process_index)

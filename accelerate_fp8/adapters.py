@@ -61,9 +61,7 @@ def unload_and_optionally_merge(original: Any, self: Any, *args: Any, **kwargs: 
     return unloaded
 
 
-def get_peft_model_state_dict(
-    original: Any, model: Any, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
+def get_peft_model_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``get_peft_model_state_dict``, which selects from the whole model's state.
 
     Frozen weights are dequantized to BF16 only if they are selected.

@@ -30,9 +30,7 @@ def requested_precision(mixed_precision: object) -> str:
 
     if mixed_precision is None and is_initialized():
         mixed_precision = AcceleratorState().mixed_precision
-    if mixed_precision is None:
-        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return str(mixed_precision).lower()
+    return str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
 
 
 def repair_backend_variable() -> None:

@@ -99,16 +99,15 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
         ValueError: a flag is not supported, a value is invalid, or options contradict each other.
     """
     flags = given_flags()
-    is_set = FP8Config.from_env() is not None  # which validates its options
-    environment = read_json(os.environ[CONFIG_VARIABLE]) if is_set else None
+    from_env = FP8Config.from_env()  # which validates its options
+    environment = {} if from_env is None else read_json(os.environ[CONFIG_VARIABLE])
     notes = _unknown_keys()
     if explicit is not None:
         source = "the FP8Config in kwargs_handlers"
         notes += _overridden(flags, asdict(explicit), source)
-        if environment is not None and FP8Config.from_env() != explicit:
+        if from_env not in (None, explicit):
             notes.append(f"{CONFIG_VARIABLE} is not applied: {source} wins")
         return explicit, notes
-    environment = environment or {}
     notes += _overridden(flags, environment, CONFIG_VARIABLE)
     options = {**{name: flag.value for name, flag in flags.items()}, **environment}
     if options.get("recipe", "auto") == "auto" and any(name in flags for name in _DELAYED):

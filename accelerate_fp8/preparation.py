@@ -94,8 +94,7 @@ class Preparation:
                     self._reports[model] = convert_to_float8(model, config, device=device)
             except NothingToConvertError as error:
                 if model not in self.left:
-                    name = type(model).__name__
-                    log_visibly(f"FP8: {name} runs without FP8: {error.reason}")
+                    log_visibly(f"FP8: {type(model).__name__} runs without FP8: {error.reason}")
                 self.left[model] = error.reason
         vars(model)["_fp8_prepared"] = True  # also if only its optimizer can split weights
         if model not in self._reports:

@@ -96,9 +96,10 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     state.sampled = None
     with state.scoring():
         output = original(self, *args, **kwargs)
-    sampled = output.get("sampling_per_token_logps")
+    sampled = output.get("sampling_per_token_logps")  # of all turns, if there are tools
     if state.sampled is not None:
-        sampled = _padded(state.sampled, output["completion_ids"])
+        if sampled is None:  # RLOO
+            sampled = _padded(state.sampled, output["completion_ids"])
         output.pop("sampling_per_token_logps", None)  # keep the loss as it is without us
     # RLOO's "old_logps" are summed over tokens.
     scored = state.scored if "old_logps" in output else output.get("old_per_token_logps")

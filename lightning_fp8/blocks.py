@@ -1,7 +1,7 @@
 """The blocks of a model, which FSDP2 gathers one at a time, found by the model's structure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -33,13 +33,14 @@ def find_blocks(
                 f"blocks={tuple(wanted)!r}: {type(model).__name__} has no module of class "
                 f"{', '.join(missing)}"
             )
-        return _outermost(model, wanted)
+        return _outermost(m for m in model.modules() if type(m).__name__ in wanted)
     declared = {
         name
         for module in model.modules()
         for name in getattr(module, "_no_split_modules", None) or ()
     }
-    return _outermost(model, declared) or _repeated(model)
+    blocks = _outermost(m for m in model.modules() if type(m).__name__ in declared)
+    return blocks or _outermost(_repeated(model))
 
 
 def find_roots(model: nn.Module) -> list[nn.Module]:
@@ -56,27 +57,21 @@ def find_roots(model: nn.Module) -> list[nn.Module]:
     return children
 
 
-def _outermost(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    wanted = set(names)
+def _outermost(candidates: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the candidates, outer ones first, that are inside no other."""
     outermost, inner = [], set[nn.Module]()
-    for module in model.modules():  # outer modules first
-        if module not in inner and type(module).__name__ in wanted:
+    for module in candidates:
+        if module not in inner:
             outermost.append(module)
             inner.update(module.modules())
     return outermost
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    repeated, inner = [], set[nn.Module]()
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
     for container in model.modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            continue
-        count = Counter(map(type, container))
-        for module in dict.fromkeys(container):
-            if count[type(module)] > 1 and module not in inner and _is_block(module):
-                repeated.append(module)
-                inner.update(module.modules())
-    return repeated
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            count = Counter(map(type, container))
+            yield from (m for m in container if count[type(m)] > 1 and _is_block(m))
 
 
 def _is_block(module: nn.Module) -> bool:

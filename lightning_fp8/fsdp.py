@@ -37,8 +37,6 @@ from lightning_fp8.blocks import find_blocks, find_roots
 from torch_fp8.distributed.fsdp.split_weights import reshard
 from torch_fp8.optim.embedding_dtype import Hook, hide_weights, keep_output_dtype
 
-_TRAINERS = ("lightning.pytorch", "pytorch_lightning")
-
 
 class FP8FSDPStrategy(Request):
     """FSDP2 in FP8: ``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``, or in Fabric.
@@ -88,7 +86,7 @@ def register_as_strategy() -> None:
 
     LightningCLI requires a subclass of Strategy before any Trainer can replace the request.
     """
-    for host in _TRAINERS:
+    for host in ("lightning.pytorch", "pytorch_lightning"):
         module = sys.modules.get(f"{host}.strategies.strategy")
         if module is not None:
             module.Strategy.register(FP8FSDPStrategy)
@@ -105,10 +103,8 @@ class HostStrategy(FP8FSDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        super(Request, self).__init__(**self.of_host, **self._host_options())
-
-    def _host_options(self) -> dict[str, Any]:
-        return {}
+        own = {"parallelize_fn": self._parallelize} if isinstance(self, FabricStrategy) else {}
+        super(Request, self).__init__(**self.of_host, **own)
 
     def setup_environment(self) -> None:
         """Set up as the host does, with all processes in one data-parallel group."""
@@ -206,9 +202,6 @@ class TrainerStrategy(HostStrategy):
 
 class FabricStrategy(HostStrategy):
     """The part of Fabric's strategies."""
-
-    def _host_options(self) -> dict[str, Any]:
-        return {"parallelize_fn": self._parallelize}
 
     def _parallelize(self, module: nn.Module, _: Any) -> nn.Module:
         self.shard(module, [module])

@@ -170,7 +170,6 @@ _NAMES = {
 _RENAMED = {
     "REMOVED_OF_ENV": ("torch_fp8_tools.parsers", "REMOVED"),
     "make_setup": ("torch_fp8_tools.plan.setup", "Setup"),
-    "UnifiedFP8FSDPStrategy": ("lightning_fp8.unified_trainer", "FP8FSDPStrategy"),
     "decode_linear_int8": ("torch_fp8.quantization.linear_int8", "decode"),
     "encode_linear_int8": ("torch_fp8.quantization.linear_int8", "encode"),
 }

@@ -108,6 +108,7 @@ def test_sampled_logprobs_are_those_of_the_logits(tiny_model, chunk):
     ids[1, :3], attention[1, :3] = 1, 0
     watch = SampledLogprobs(0.7)
     with watch.watching(model):
+        model.generate(ids, max_new_tokens=2, eos_token_id=None)
         made = model.generate(
             **{"input_ids": ids, "attention_mask": attention, "max_new_tokens": 6},
             **{"do_sample": True, "temperature": 0.7, "top_k": 0, "prefill_chunk_size": chunk},
@@ -209,6 +210,25 @@ def test_tokens_of_tools_are_not_compared():
     assert torch.equal(sampled_mask({"completion_mask": mask, "tool_mask": None}), mask)
     both = {"completion_mask": mask, "tool_mask": torch.tensor([[1, 0, 1, 1]])}
     assert sampled_mask(both).tolist() == [[1, 0, 1, 0]]
+
+
+def test_all_turns_of_a_rollout_with_tools_are_compared():
+    ones = torch.ones(1, 3)
+    trainer = types.SimpleNamespace(model=types.SimpleNamespace(training=True), use_vllm=False)
+
+    def original(self):
+        vars(self)["_fp8_rollouts"].sampled = [[-2.0]]  # those of the last turn
+        return {
+            **{"completion_ids": ones, "completion_mask": ones},
+            "tool_mask": torch.tensor([[1, 0, 1]]),
+            "sampling_per_token_logps": torch.tensor([[-1.0, 0.0, -2.0]]),
+            "old_per_token_logps": torch.tensor([[-1.0, -9.0, -1.0]]),
+        }
+
+    output = rollouts.generate_and_score_completions(original, trainer)
+    assert "sampling_per_token_logps" not in output
+    alone = types.SimpleNamespace(device="cpu", gather=lambda x: x)
+    assert vars(trainer)["_fp8_rollouts"].differences["train"].take(alone) == 0.5
 
 
 def test_a_warning_is_given_once(lab, said, monkeypatch):

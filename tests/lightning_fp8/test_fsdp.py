@@ -61,14 +61,14 @@ def test_cli(run):
 def test_a_string_of_blocks_and_a_derived_request_are_refused():
     with pytest.raises(TypeError, match="blocks takes a sequence of class names, got 'Block'"):
         FP8FSDPStrategy(blocks="Block")
-    from tests.internals import UnifiedFP8FSDPStrategy as Own
+    trainers = "lightning_fp8.unified_trainer"
 
     class Derived(FP8FSDPStrategy):
         pass
 
     with pytest.raises(TypeError, match=r"derive from lightning_fp8.unified_trainer.FP8FSDP"):
-        Derived().for_host(Own)
-    own = FP8FSDPStrategy(save_distributed_checkpoint=False, blocks=("Block",)).for_host(Own)
+        Derived().for_host(trainers)
+    own = FP8FSDPStrategy(save_distributed_checkpoint=False, blocks=("Block",)).for_host(trainers)
     assert (own._save_distributed_checkpoint, own.blocks) == (False, ("Block",))
-    assert own.for_host(Own) is own
+    assert own.for_host(trainers) is own
     assert "FP8FSDPStrategy" in lightning_fp8.__all__
