@@ -146,6 +146,7 @@ class _Tensors(ModelTensors):
     def __init__(
         self, files: QuantizedFiles, config: FP8Config, device: torch.device, model: nn.Module
     ) -> None:
+        super().__init__()
         self._files, self._device = files, device
         self._splits = config.keeps_residuals
         homes = homes_of(model)

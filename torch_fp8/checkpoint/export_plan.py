@@ -14,7 +14,7 @@ weights, and the report says so. Other formats get BF16.
 Each `FoldedTensor` computes its tensors when they are asked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,7 +63,14 @@ _NOT_EXACT = (
 
 
 class ModelTensors:
-    """The values of a model's tensors, from the model; subclasses read other sources."""
+    """The values of a model's tensors, from the model; subclasses read other sources.
+
+    Args:
+        read: the function that returns the stored values of a tensor.
+    """
+
+    def __init__(self, read: Callable[[Tensor], Tensor] = stored) -> None:
+        self._read = read
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor's values are stored.
@@ -72,7 +79,7 @@ class ModelTensors:
             key: the tensor's name.
             tensor: the tensor of the model.
         """
-        return stored(tensor).dtype
+        return self._read(tensor).dtype
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         """Return a tensor's values.
@@ -89,7 +96,7 @@ class ModelTensors:
                 f"'{key}' has no values in this process (on the meta device, or offloaded); load "
                 "it first"
             )
-        return stored(tensor)
+        return self._read(tensor)
 
 
 class Exact(NamedTuple):
