@@ -195,7 +195,7 @@ class _Tensors(ModelTensors):
 def _history(source: Path) -> dict[str, Tensor]:
     """Return the history of the first model that has one; a criterion may come before it."""
     file = source / _HISTORY
-    files = SafetensorsFiles(file) if file.is_file() else {}
+    files: Any = SafetensorsFiles(file) if file.is_file() else {}
     if not any(key.endswith(".amax_history") for key in files):
         raise ValueError(
             f"{str(source)!r} has no {_HISTORY}, which the hosts write next to a checkpoint: "

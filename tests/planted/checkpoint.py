@@ -82,8 +82,8 @@ FAULTS = {
         f"{_TESTS}/test_fold_smooth.py {_TESTS}/test_weight_sync.py",
     ): (
         "an engine gets the weights without Smooth-SwiGLU's factors",
-        "smooth = None if name is None or adapted_layers(model) else SmoothFold(model)",
-        "smooth = SmoothFold(model) if is_file and not adapted_layers(model) else None",
+        "smooth = SmoothFold(None if name is None or adapted_layers(model) else model)",
+        "smooth = SmoothFold(model if is_file and not adapted_layers(model) else None)",
     ),
     ("torch_fp8/checkpoint/export_plan.py", f"{_TESTS}/test_weight_sync.py"): (
         "weights that share memory are sent to an engine under each name",
