@@ -15,12 +15,10 @@ _NAMES = {
     "accelerate_fp8.history": "load_history save_history",
     "accelerate_fp8.logprob_difference": "LogprobDifference SampledLogprobs warning_of",
     "accelerate_fp8.rollouts": "sampled_mask",
-    "accelerate_fp8.routing": "find_routers",
     "accelerate_fp8.trainer": "post_init",
     "lightning_fp8.blocks": "find_blocks find_roots",
     "lightning_fp8.fsdp": "keep_stream",
-    "lightning_fp8.precision": "HostPrecision",
-    "torch_fp8.autograd.current_pass": "_warn_of_halves_in_program saves_nothing stand_in",
+    "torch_fp8.autograd.current_pass": "saves_nothing warn_once",
     "torch_fp8.autograd.function": "is_saved of_text",
     "torch_fp8.autograd.selective_checkpoint": "ATTENTION CASTS operator_name",
     "torch_fp8.checkpoint.adopt_checkpoint": "folder_of take_over",
@@ -30,18 +28,16 @@ _NAMES = {
     "torch_fp8.checkpoint.whole_folder": "whole_file whole_folder",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
-    "torch_fp8.conversion.detect_producers": (
-        "find_gated_layers find_gated_mlp find_rms_norm takes_input_alone"
-    ),
+    "torch_fp8.conversion.detect_producers": "find_gated_layers find_gated_mlp find_rms_norm",
     "torch_fp8.conversion.expert_layers": "expert_reason",
     "torch_fp8.conversion.forward_precision": "LastSteps",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
     "torch_fp8.conversion.fused_layers": "share_output",
-    "torch_fp8.conversion.layer_benchmark": "LayerShape LayerTimes layer_times",
+    "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
     "torch_fp8.conversion.memory": "expected_bytes_per_param expected_memory",
     "torch_fp8.conversion.report": "matmul_flops",
     "torch_fp8.conversion.revert": "to_float8",
-    "torch_fp8.distributed.agreement": "check_same_config format_ranks",
+    "torch_fp8.distributed.agreement": "check_same_config",
     "torch_fp8.distributed.averaging": "Run joined runs_of target_of",
     "torch_fp8.distributed.ddp.buckets": "GradientBucket pieces_of",
     "torch_fp8.distributed.fsdp.reduce_scatter": (
@@ -50,18 +46,17 @@ _NAMES = {
     ),
     "torch_fp8.distributed.fsdp.split_weights": "param_groups reshard",
     "torch_fp8.distributed.fsdp.unsharded_weight": (
-        "Payload UnshardedFloat8Weight exponent_bytes powers_of_two"
+        "Payload UnshardedFloat8Weight transposed_or_recast"
     ),
-    "torch_fp8.distributed.links": "Exchanges Times",
+    "torch_fp8.distributed.links": "Exchanges",
     "torch_fp8.distributed.tensor_parallel.all_gather": "Shards gather_activation",
     "torch_fp8.distributed.tensor_parallel.styles": "check_style",
     "torch_fp8.kernels.adamw": "adamw_step update_rms",
     "torch_fp8.kernels.adamw_record": "Record",
     "torch_fp8.kernels.arguments": (
-        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts "
-        "NormBackwardInputs NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
+        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts NormBackwardInputs "
+        "NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
     ),
-    "torch_fp8.kernels.cast_launch": "cdiv",
     "torch_fp8.kernels.launch_tape": "REPLAYS Recording Replayed forget_recordings recording",
     "torch_fp8.kernels.loss_arguments": "LogitForm LossTerms",
     "torch_fp8.kernels.quantize": "quantize_2d quantize_2d_sum",
@@ -79,14 +74,13 @@ _NAMES = {
     "torch_fp8.nn.deferred_logits": "defer_logits return_losses",
     "torch_fp8.nn.delayed_scaling": "BUFFERS GRAD_OUTPUT INPUT WEIGHT renew_scales scaling_buffers",
     "torch_fp8.nn.expert_adapters": "FactoredAdapter Factors multiply_factors",
-    "torch_fp8.nn.expert_gate": "find_gate",
     "torch_fp8.nn.expert_storage": "transposed_at_once transposed_stacked",
-    "torch_fp8.nn.experts": "Float8Experts expert_recipe",
+    "torch_fp8.nn.experts": "Float8Experts expert_recipe find_gate",
     "torch_fp8.nn.gated_mlp": "Float8GatedMLP GatedMLPSpec",
     "torch_fp8.nn.grouped_linear_function": "GroupedOptions cast_stacked grouped_linear",
     "torch_fp8.nn.head_call": "HeadCall",
     "torch_fp8.nn.input_group": "member_in_graph",
-    "torch_fp8.nn.layer_filter": "expert_weights matches quantized_by",
+    "torch_fp8.nn.layer_filter": "matches quantized_by",
     "torch_fp8.nn.layer_norm": "SharedOutput shared",
     "torch_fp8.nn.lazy_logits": "LazyLogits",
     "torch_fp8.nn.linear": "Float8Layer is_paused",
@@ -99,7 +93,7 @@ _NAMES = {
     "torch_fp8.nn.transformer_engine": "TransformerEngineLinear",
     "torch_fp8.optim.arguments": "reasons_to_stay",
     "torch_fp8.optim.convert": "gradients_report",
-    "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight multiply_half",
+    "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight hide_weights",
     "torch_fp8.optim.gradient_slot": "GradientSlot slot_of",
     "torch_fp8.optim.merged_state": "whole_weights",
     "torch_fp8.optim.muon": "BUFFER MuonOptimizer",
@@ -109,7 +103,7 @@ _NAMES = {
     "torch_fp8.optim.state": "STATE_FORMATS",
     "torch_fp8.quantization.block_scaled": "BlockScaled decode encode num_groups",
     "torch_fp8.quantization.formats": (
-        "E4M3 E5M2 FORMATS GRADIENT GROUP_SIZE MIN_SCALE MOMENT1 MOMENT2 format_of"
+        "E4M3 E5M2 FORMATS GRADIENT MIN_SCALE MOMENT1 MOMENT2 format_of"
     ),
     "torch_fp8.quantization.linear_int8": "GROUP thresholds",
     "torch_fp8_tools.metrics": "sqnr_db worst_row_sqnr_db",
@@ -131,18 +125,17 @@ _NAMES = {
     "torch_fp8.tensor.float8_grad": "Float8Grad",
     "torch_fp8.tensor.frozen_payload": "FP8Weight FrozenPayload freeze_tensor",
     "torch_fp8.tensor.frozen_weight": "Float8FrozenWeight frozen_parameter",
-    "torch_fp8.tensor.halves": "Halves split_matrix",
+    "torch_fp8.tensor.halves": "Halves PayloadCast split_matrix",
     "torch_fp8.tensor.lazy_quantized": "LazyQuantizedTensor",
     "torch_fp8.tensor.payload_cache": "PayloadCache",
-    "torch_fp8.tensor.payload_cast": "PayloadCast",
     "torch_fp8.tensor.quantized_state": "Float8Moment Int8Momentum",
     "torch_fp8.tensor.quantizer": "Quantizer WeightQuantizer",
+    "torch_fp8.tensor.readable": "swappable",
     "torch_fp8.tensor.released_grad": "ReleasedGrad is_released",
     "torch_fp8.tensor.split_shard": "SplitShard",
     "torch_fp8.tensor.split_weight": (
         "SplitTensor SplitWeight halves_of join_parameter split_parameter stored"
     ),
-    "torch_fp8.tensor.swap": "swappable",
     "torch_fp8.tensor.weight_half": "half",
     "torch_fp8.tensor.wide_grad": "WideGrad",
     "torch_fp8_tools.cli": "_parser main",
@@ -177,7 +170,6 @@ _RENAMED = {
     "REMOVED_OF_ENV": ("torch_fp8_tools.parsers", "REMOVED"),
     "make_setup": ("torch_fp8_tools.plan.setup", "Setup"),
     "UnifiedFP8FSDPStrategy": ("lightning_fp8.unified_trainer", "FP8FSDPStrategy"),
-    "UnifiedFP8Precision": ("lightning_fp8.unified_trainer", "FP8Precision"),
     "decode_linear_int8": ("torch_fp8.quantization.linear_int8", "decode"),
     "encode_linear_int8": ("torch_fp8.quantization.linear_int8", "encode"),
 }
@@ -238,7 +230,6 @@ _MODULES = {
     "optimizer_step": "torch_fp8.optim.step",
     "output_layer": "torch_fp8.nn.output_layer",
     "payload_cache": "torch_fp8.tensor.payload_cache",
-    "payload_cast": "torch_fp8.tensor.payload_cast",
     "plan_steps": "torch_fp8_tools.plan.counts",
     "producer": "torch_fp8.tensor.producer",
     "quantize_beside": "torch_fp8.kernels.quantize_beside",
@@ -248,7 +239,6 @@ _MODULES = {
     "rollouts": "accelerate_fp8.rollouts",
     "series_module": "torch_fp8.monitor.series",
     "smoke": "torch_fp8_tools.env.smoke",
-    "smooth_operands": "torch_fp8.nn.smooth_operands",
     "transformer_engine": "torch_fp8.nn.transformer_engine",
     "transpose": "torch_fp8.kernels.transpose",
     "trials_module": "torch_fp8_tools.compare.trials",

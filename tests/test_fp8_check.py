@@ -100,29 +100,6 @@ def test_accelerator_with_fp8_is_told_nothing():
     assert run(MODEL + ACCELERATOR.format(""), **LAUNCHED) == []
 
 
-@pytest.mark.slow
-def test_backend_of_another_library_is_told_nothing():
-    # It leaves the first and the last layer as they are.
-    deeper = MODEL.replace("torch.nn.Linear(64, 64), ", "torch.nn.Linear(64, 64), " * 2)
-    assert run(deeper + ACCELERATOR.format(""), **LAUNCHED, ACCELERATE_FP8_BACKEND="ao") == []
-
-
-@pytest.mark.slow
-def test_notebook_launcher_is_told():
-    # It sets MIXED_PRECISION, which Accelerate does not read, after torch was imported.
-    code = """
-    def loop():
-        from accelerate import Accelerator
-        accelerator = Accelerator()
-        train()
-    from accelerate import notebook_launcher
-    notebook_launcher(loop, num_processes=2, mixed_precision="fp8")
-    """
-    lines = run(MODEL + textwrap.dedent(code), ACCELERATE_USE_CPU="true")
-    assert len(lines) == 1
-    assert "Write Accelerator(mixed_precision='fp8') in the function" in lines[0]
-
-
 @pytest.mark.parametrize(
     ("variable", "loop", "found"),
     [
@@ -162,10 +139,6 @@ def ask(monkeypatch, caplog):
         return [record.getMessage() for record in caplog.records]
 
     return asked
-
-
-def test_nothing_is_said_where_nothing_was_asked_for(ask):
-    assert ask(ACCELERATE_MIXED_PRECISION="bf16", PL_TRAINER_PRECISION="bf16-mixed") == []
 
 
 def test_only_rank_zero_tells(ask):

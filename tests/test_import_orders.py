@@ -133,19 +133,6 @@ for line in ("from work import precision", "print('console', *precision())"): _ 
 
 
 @pytest.mark.slow
-def test_forked_before_torch_was_imported(tmp_path):
-    code = """
-import os
-from check import check
-child = os.fork()
-import trl.scripts.sft
-check("transformers.training_args")
-if child: os.wait()
-"""
-    assert start(tmp_path, code) == "checked 1\n" * 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("-m", "package.main"), ("package/main.py",)])
 def test_module_of_the_user_as_main(tmp_path, arguments):
     package = tmp_path / "package"

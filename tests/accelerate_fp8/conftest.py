@@ -151,6 +151,18 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+def experts_in(folder, tiny_model, name):
+    """Save a tiny mixture of experts with the tiny model's tokenizer; return the folder."""
+    from transformers import PreTrainedTokenizerFast, set_seed
+
+    from tests.moe_models import moe_model
+
+    PreTrainedTokenizerFast.from_pretrained(tiny_model).save_pretrained(folder)
+    set_seed(0)
+    moe_model(name, eos_token_id=3, bos_token_id=2, pad_token_id=1).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def accelerate(monkeypatch):
     """The module, with nothing chosen in the environment and its shared state reset afterwards."""

@@ -172,14 +172,6 @@ def test_card_without_fp8_is_refused_by_name_and_not_run_in_fp16(accelerate, mon
 
 
 @pytest.mark.usefixtures("old_card")
-def test_card_without_fp8_emulates_when_asked(accelerate, monkeypatch):
-    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda", 0))
-    handlers = [FP8Kwargs(FP8Config(emulate=True))]
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
-    assert accelerator.mixed_precision == "fp8"
-
-
-@pytest.mark.usefixtures("old_card")
 def test_card_without_fp8_stays_accelerates_matter_for_other_backends(accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
@@ -208,14 +200,6 @@ def test_summary_waits_for_the_optimizers_and_comes_once(fp8, caplog):
     assert "2 of 3 linear layers" in messages[0]
     assert "16.00 bytes per parameter" in messages[0]
     assert "lm_head: skip='lm_head'" in messages[0]
-
-
-def test_summary_of_a_model_prepared_alone_comes_at_once(fp8, caplog):
-    caplog.set_level(logging.INFO, logger="accelerate_fp8")
-    fp8.prepare_model(Block(), evaluation_mode=True)
-    fp8.prepare_model(Block())
-    messages = [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
-    assert [message.count("\n") > 1 for message in messages] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -255,14 +239,3 @@ def test_free_memory_lets_the_model_go(fp8):
     gc.collect()
     assert model is None
     assert alive() is None
-
-
-def test_compiled_model_runs_in_fp8(accelerate, gemms):
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True, dynamo_backend="eager")
-    model = Block()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    x = torch.randn(16, 32)
-    accelerator.backward(model(x).square().mean())
-    optimizer.step()
-    assert type(accelerator.unwrap_model(model, keep_torch_compile=False).up) is Float8Linear
-    assert len(gemms) >= 2

@@ -225,23 +225,6 @@ def test_adapters_are_merged_exactly_into_a_base_that_is_not_prepared(tmp_path):
         assert torch.equal(got, weight)
 
 
-def test_adapters_are_added_switched_disabled_and_deleted():
-    model, _ = adapted()
-    first = logits(model)
-    model.add_adapter(
-        "second", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], use_dora=True)
-    )
-    model.set_adapter("second")
-    with model.disable_adapter():
-        bare = logits(model)
-    assert torch.allclose(logits(model), bare, atol=2e-2), "a new adapter adds nothing yet"
-    model(IDS, labels=IDS).loss.backward()
-    model.set_adapter("default")
-    assert torch.equal(logits(model), first)
-    model.delete_adapter("second")
-    assert torch.equal(logits(model), first)
-
-
 def test_adapters_are_saved_and_loaded_over_a_stock_base_and_a_frozen_one(tmp_path):
     model, _ = adapted("rslora")
     base = {k.replace(".base_layer", ""): v for k, v in model.base_model.model.state_dict().items()}

@@ -58,11 +58,6 @@ def test_recipe_handler_chooses_torchao(accelerate):
     assert _prepared_layer(accelerator) == "torchao"
 
 
-def test_backend_variable_chooses_msamp(accelerate, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
-    assert accelerate.Accelerator(mixed_precision="fp8", cpu=True).fp8_backend == "MSAMP"
-
-
 @pytest.mark.parametrize(
     ("variable", "error", "message"),
     [("te", ImportError, "TransformerEngine is not available"), ("apex", ValueError, "apex")],
@@ -85,13 +80,6 @@ def test_another_backend_beside_fp8_kwargs_is_refused(accelerate, monkeypatch, f
         named = "AORecipeKwargs"
     with pytest.raises(ValueError, match=rf"FP8Kwargs .* {named} .* leave one out"):
         accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
-
-
-@pytest.mark.long
-def test_launcher_flag_in_lower_case_runs_torchao(run):
-    done = run("loop.py", launch=("--mixed_precision", "fp8", "--fp8_backend", "ao"))
-    assert "layer torchao.float8" in done.stdout
-    assert done.fp8 == 0
 
 
 @pytest.mark.long

@@ -3,11 +3,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parent / "scripts"
+from tests.accelerate_fp8.conftest import experts_in
+
 LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
 FP8 = (*LAUNCH, "--mixed_precision", "fp8")
 
@@ -18,55 +18,56 @@ PAIRS = [
     for a, b in itertools.pairwise(SENTENCES)
 ]
 PROMPTS = [{"prompt": sentence} for sentence in SENTENCES]
-GENERATE = ("--num_generations", "2", "--max_completion_length", "4")
+SAMPLE = (
+    *("--num_generations", "2", "--max_completion_length", "4"),
+    *("--reward_funcs", "get_soft_overlong_punishment"),  # by length: no text has to be parsed
+)
 LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj")
-# By length, so that no text has to be parsed.
-REWARD = ("--reward_funcs", "get_soft_overlong_punishment")
+LORA_ON_EXPERTS = (
+    *("--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj"),
+    *("--lora_target_parameters", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+)
 
 
 @pytest.fixture
-def shell(tmp_path, environment, forked_python):
-    """Runs a command; returns the FP8 GEMMs of its processes, and what they wrote."""
+def trl(tmp_path, environment, tiny_model):
+    """``trl(command, rows, options, model)`` trains two steps on rows of a local data set.
 
-    def run(*command, **variables):
-        counts = tmp_path / "counts"
+    Returns the FP8 GEMMs of its processes, and what they wrote.
+    """
+
+    def run(command, rows, options, model=tiny_model):
+        counts, data = tmp_path / "counts", tmp_path / "data"
         counts.mkdir()
-        done = subprocess.run(
-            [forked_python, *command],
-            env={**environment, "FP8_PROBE_OUT": str(counts), **variables},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        entries = [json.loads(path.read_text()) for path in counts.iterdir()]
-        return sum(entry["scaled_mm"] for entry in entries), done.stdout + done.stderr
-
-    return run
-
-
-@pytest.fixture
-def options(tmp_path, tiny_model):
-    """The options of a TRL script for a local model and rows of a local data set."""
-
-    def for_rows(rows):
-        data = tmp_path / "data"
         data.mkdir()
         (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
         given = {
-            "model_name_or_path": tiny_model,
+            "model_name_or_path": model,
             "dataset_name": data,
             "output_dir": tmp_path / "out",
             "max_steps": 2,
             "per_device_train_batch_size": 2,
             "report_to": "none",
-            "save_strategy": "no",
             "use_cpu": True,
         }
-        return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        done = subprocess.run(
+            [*command, *arguments, *options],
+            env={**environment, "FP8_PROBE_OUT": str(counts)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        assert "FP8 was requested" not in output
+        saved = "adapter_model.safetensors" if "--use_peft" in options else "model.safetensors"
+        assert (tmp_path / "out" / saved).exists()
+        entries = [json.loads(path.read_text()) for path in counts.iterdir()]
+        return sum(entry["scaled_mm"] for entry in entries), output
 
-    return for_rows
+    return run
 
 
 def _assert_fp8(ran):
@@ -76,7 +77,6 @@ def _assert_fp8(ran):
     assert frozen or gemms >= 14 * 2 * 3  # 14 linear layers, two steps
     assert "14 of " in output
     assert "linear layers" in output
-    assert "FP8 was requested" not in output
 
 
 slow = pytest.mark.slow
@@ -92,12 +92,12 @@ slow = pytest.mark.slow
         pytest.param("dpo", PAIRS, (), id="dpo", marks=slow),
         pytest.param("dpo", PAIRS, LORA, id="dpo-lora", marks=slow),
         pytest.param("kto", PAIRS, (), id="kto", marks=slow),
-        pytest.param("grpo", PROMPTS, (*REWARD, *GENERATE), id="grpo", marks=slow),
-        pytest.param("rloo", PROMPTS, (*REWARD, *GENERATE), id="rloo", marks=slow),
+        pytest.param("grpo", PROMPTS, SAMPLE, id="grpo", marks=slow),
+        pytest.param("rloo", PROMPTS, SAMPLE, id="rloo", marks=slow),
     ],
 )
-def test_launched_modules_of_trl(shell, options, script, rows, extra):
-    ran = shell(*FP8, "-m", f"trl.scripts.{script}", *options(rows), *extra)
+def test_launched_modules_of_trl(trl, forked_python, script, rows, extra):
+    ran = trl([forked_python, *FP8, "-m", f"trl.scripts.{script}"], rows, extra)
     _assert_fp8(ran)
     assert ("14 frozen weights" in ran[1]) == (extra == LORA)
 
@@ -105,9 +105,32 @@ def test_launched_modules_of_trl(shell, options, script, rows, extra):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows", "extra"),
-    [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, (*REWARD, *GENERATE))],
+    [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, SAMPLE)],
 )
-def test_command_of_trl(shell, options, command, rows, extra):
+def test_command_of_trl(trl, forked_python, command, rows, extra):
     # It hands what it does not know on to Accelerate's launcher.
-    trl = os.path.join(os.path.dirname(sys.executable), "trl")
-    _assert_fp8(shell(trl, command, *options(rows), *extra, "--mixed_precision", "fp8"))
+    name = os.path.join(os.path.dirname(sys.executable), "trl")
+    options = (*extra, "--mixed_precision", "fp8")
+    _assert_fp8(trl([forked_python, name, command], rows, options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "script", "extra"),
+    [
+        pytest.param("Qwen3Moe", "sft", LORA_ON_EXPERTS, id="sft-qwen3-lora"),
+        pytest.param("Qwen3Moe", "sft", (), id="sft-qwen3", marks=slow),
+        pytest.param("GptOss", "sft", LORA_ON_EXPERTS, id="sft-gpt-oss-lora", marks=slow),
+        pytest.param("GptOss", "sft", (), id="sft-gpt-oss", marks=slow),
+        pytest.param("Qwen3Moe", "grpo", (), id="grpo-qwen3"),
+        pytest.param("Qwen3Moe", "grpo", LORA_ON_EXPERTS, id="grpo-qwen3-lora", marks=slow),
+        pytest.param("GptOss", "grpo", (), id="grpo-gpt-oss", marks=slow),
+    ],
+)
+def test_experts_train_in_fp8(trl, forked_hosts, tiny_model, tmp_path, name, script, extra):
+    rows, options = (PROMPTS, (*SAMPLE, *extra)) if script == "grpo" else (TEXT, extra)
+    command = [forked_hosts, *FP8, "-m", f"trl.scripts.{script}"]
+    _, output = trl(command, rows, options, experts_in(tmp_path / "model", tiny_model, name))
+    assert "4 fused weights in FP8 grouped GEMMs" in output
+    if script == "sft":
+        assert ("stored in FP8 only" in output) == bool(extra)

@@ -59,20 +59,12 @@ def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run):
     assert sorted(amaxes) == [("0", "[1.0, 1.0, 1.0]"), ("1", "[10.0, 10.0, 10.0]")]
 
 
-@pytest.mark.parametrize("mode", ["different", "missing"])
-def test_ranks_that_ask_for_different_things_are_told(run, mode):
-    done = run("different_ranks.py", mode, launch=(), processes=2)
+def test_ranks_that_ask_for_different_things_are_told(run):
+    done = run("different_ranks.py", launch=(), processes=2)
     said = dict(re.findall(r"rank (\d): (.*)", done.stdout))
-    if mode == "missing":
-        assert re.match(
-            r"rank 1 did not enable FP8 while \S+ \(rank 0\) did, or did not get there", said["0"]
-        )
-        assert said["1"] == "alone"
-        return
     for rank in ("0", "1"):
         assert said[rank].startswith("ranks have different FP8Configs: "), said
         assert "recipe is 'auto' on rank 0, 'rowwise' on rank 1" in said[rank]
-        assert "opt_level is 'O2' on rank 0, 'O3' on rank 1" in said[rank]
         assert "TORCH_FP8_CONFIG is not set on rank 0, set on rank 1)" in said[rank]
 
 

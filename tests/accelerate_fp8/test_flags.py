@@ -1,6 +1,4 @@
 import argparse
-import json
-from collections.abc import Callable
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -8,8 +6,6 @@ from accelerate.utils.launch import setup_fp8_env
 
 from tests.internals import given_flags, resolve_config
 from torch_fp8 import FP8Config
-
-Export = Callable[..., None]
 
 
 @pytest.fixture
@@ -138,16 +134,6 @@ def test_environment_wins_over_flags_option_by_option(export, monkeypatch):
     assert notes == [
         "--fp8_amax_history_len=16 is not applied: TORCH_FP8_CONFIG says amax_history_len=1024"
     ]
-
-
-def test_environment_may_be_a_path(export, monkeypatch, tmp_path):
-    export("--fp8_format", "E4M3")
-    path = tmp_path / "fp8.json"
-    path.write_text(json.dumps({"recipe": "rowwise", "skip": ["lm_head", "layers.0"]}))
-    monkeypatch.setenv("TORCH_FP8_CONFIG", str(path))
-    config, notes = resolve_config(None)
-    expected = FP8Config(recipe="rowwise", skip=("lm_head", "layers.0"), grad_format="e4m3")
-    assert (config, notes) == (expected, [])
 
 
 def test_flag_for_another_recipe_than_the_environments_is_refused(export, monkeypatch):

@@ -84,17 +84,6 @@ def test_the_saved_model_is_the_trained_one(accelerate, tmp_path, caplog, quanti
     assert caplog.text.count("will be saved in its current dtype") == (quantized and STOCK_BREAKS)
 
 
-def test_stock_transformers_breaks_what_it_dequantized(tmp_path):
-    """transformers 5.24 saves such models itself. Without 5.23 in the range, the repair can go."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    write_llama(source)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.save_pretrained(out)
-    stored = load_file(out / "model.safetensors")
-    assert stored["lm_head.weight"].dtype == SAVED_BY_STOCK
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
-
-
 def test_under_the_flag_a_model_is_saved_right_without_being_prepared(
     accelerate, tmp_path, monkeypatch
 ):
@@ -120,50 +109,6 @@ def _lora(model):
 
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
-
-
-def test_lora_on_an_fp8_checkpoint_is_opened_by_stock(accelerate, tmp_path):
-    from peft import PeftModel
-
-    source, out = tmp_path / "source", tmp_path / "out"
-    write_llama(source)
-    model = _lora(AutoModelForCausalLM.from_pretrained(source))
-    accelerator, model, optimizer = _prepared(accelerate, model)
-    _steps(accelerator, model, optimizer)
-    unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(out)
-    trained = {
-        k: v.detach().float()
-        for k, v in unwrapped.state_dict().items()
-        if "lora_" in k and v.ndim == 2
-    }
-    assert any(v.any() for k, v in trained.items() if "lora_B" in k)
-
-    base = AutoModelForCausalLM.from_pretrained(source)
-    merged = {k: v.detach().float() for k, v in base.state_dict().items()}
-    for key in [k for k in trained if "lora_A" in k]:
-        b = trained[key.replace("lora_A", "lora_B")]
-        name = key.removeprefix("base_model.model.").replace(".lora_A.default", "")
-        merged[name] = merged[name] + (8 / 16) * b @ trained[key]
-    twin = tiny_llama().float()
-    twin.load_state_dict(merged)
-    stock = PeftModel.from_pretrained(base, out).float()
-    torch.testing.assert_close(_logits(stock), _logits(twin), rtol=1e-4, atol=1e-5)
-
-
-def test_a_merged_model_is_saved_right(accelerate, tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    write_llama(source)
-    model = _lora(AutoModelForCausalLM.from_pretrained(source))
-    accelerator, model, optimizer = _prepared(accelerate, model)
-    _steps(accelerator, model, optimizer)
-    merged = accelerator.unwrap_model(model).merge_and_unload()
-    weight = merged.model.layers[0].mlp.up_proj.weight.detach().clone()
-    merged.save_pretrained(out)
-    stored = load_file(out / "model.safetensors")
-    assert torch.equal(stored["model.layers.0.mlp.up_proj.weight"], weight)
-    assert stored["lm_head.weight"].dtype == torch.bfloat16
-    AutoModelForCausalLM.from_pretrained(out)
 
 
 def _bytes_held(model):

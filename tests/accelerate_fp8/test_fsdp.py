@@ -1,10 +1,11 @@
-import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.accelerate_fp8.conftest import experts_in
 
 pytestmark = pytest.mark.long
 
@@ -49,17 +50,16 @@ def test_replicas_of_shards_exchange_8_bits_and_resume_bit_for_bit(run):
     """``ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)``, with accumulation and clipping;
     all ranks have the same data.
     """
-    line = re.compile(r"rank (\d): (O\d) losses (\[.*?\])(?: resumed (\w+))?")
-    alone = {m[2]: m[3] for m in line.finditer(run("hsdp.py", "O2", "O3", launch=FP8).stdout)}
-    done = run("hsdp.py", "O2", "O3", launch=FP8, processes=4)
-    lines = line.findall(done.stdout)
-    assert sorted((rank, level) for rank, level, *_ in lines) == [
-        (rank, level) for rank in "0123" for level in ("O2", "O3")
-    ]
-    for _, level, losses, resumed in lines:
+    modes = "hsdp_O2", "hsdp_O3"
+    single = run("fsdp2_levels.py", *modes, launch=FP8)
+    alone = {m[2]: m[3] for m in LINE.finditer(single.stdout)}
+    done = run("fsdp2_levels.py", *modes, launch=FP8, processes=4)
+    found = [m.groups() for m in LINE.finditer(done.stdout)]
+    assert sorted(m[:2] for m in found) == [(rank, mode) for rank in "0123" for mode in modes]
+    for _, mode, losses, *_, resumed in found:
         assert resumed == "True"
-        assert json.loads(losses) == pytest.approx(json.loads(alone[level]), rel=0.01)
-    said = "gradients of 2 modules scattered in FP8, those of 2 averaged across replicas in FP8"
+        assert _numbers(losses) == pytest.approx(_numbers(alone[mode]), rel=0.01), mode
+    said = "gradients of 3 modules scattered in FP8, those of 3 averaged across replicas in FP8"
     assert done.stderr.count(said) == 4  # two levels, each of which is resumed
 
 
@@ -72,11 +72,36 @@ num_processes: 2
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_transformer_layer_cls_to_wrap: {}
   fsdp_cpu_ram_efficient_loading: {}
   fsdp_reshard_after_forward: true
   fsdp_state_dict_type: SHARDED_STATE_DICT
 """
+
+
+@pytest.fixture
+def launched(tmp_path, environment, forked_hosts):
+    """``launched(model, kinds, layer, sparing)``: the output under a configuration file."""
+
+    def launch(model, kinds, layer, sparing):
+        config = tmp_path / "fsdp.yaml"
+        config.write_text(CONFIG.format(layer, sparing))
+        command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
+        command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(model)]
+        search = os.pathsep.join([environment["PYTHONPATH"], str(SCRIPTS.parents[2])])
+        done = subprocess.run(
+            [forked_hosts, *command, *kinds],
+            env={**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -84,24 +109,8 @@ fsdp_config:
     [("false", ["loop", "trainer", "dpo", "lora"]), ("true", ["loop", "lora"])],
     ids=["each-rank-loads", "rank-0-loads"],
 )
-def test_configuration_file_shards_unmodified_code(
-    tmp_path, environment, forked_hosts, tiny_model, sparing, kinds
-):
-    config = tmp_path / "fsdp.yaml"
-    config.write_text(CONFIG.format(sparing))
-    command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(tiny_model)]
-    search = os.pathsep.join([environment["PYTHONPATH"], str(SCRIPTS.parents[2])])
-    done = subprocess.run(
-        [forked_hosts, *command, *kinds],
-        env={**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_configuration_file_shards_unmodified_code(launched, tiny_model, sparing, kinds):
+    done = launched(tiny_model, kinds, "LlamaDecoderLayer", sparing)
     said = re.findall(r"rank (\d): (\w+) ", done.stdout)
     assert sorted(said) == sorted((rank, kind) for kind in kinds for rank in "01"), done.stdout
     line = "ranks     FSDP2: 14 weights gathered in FP8, gradients of 2 modules scattered in FP8"
@@ -110,6 +119,20 @@ def test_configuration_file_shards_unmodified_code(
         prepared = "LlamaForCausalLM, prepared with evaluation_mode=True"
         assert f"{prepared}: 14 of 15 linear layers, recipe tensorwise" in done.stderr
         assert f"{prepared}: FSDP2: 14 weights gathered in FP8" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "sparing",
+    [
+        pytest.param("true", id="rank-0-loads"),
+        pytest.param("false", id="each-rank-loads", marks=pytest.mark.slow),
+    ],
+)
+def test_a_configuration_file_shards_frozen_experts(launched, tiny_model, tmp_path, sparing):
+    folder = experts_in(tmp_path / "model", tiny_model, "Qwen3Moe")
+    done = launched(folder, ["experts"], "Qwen3MoeDecoderLayer", sparing)
+    assert sorted(re.findall(r"rank (\d): experts", done.stdout)) == ["0", "1"]
+    assert "frozen weights stored and gathered in FP8 only" in done.stderr
 
 
 def _numbers(text):

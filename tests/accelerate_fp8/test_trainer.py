@@ -62,19 +62,25 @@ def test_flag_wins_over_bf16_and_says_so_once(launched, tmp_path, rank, messages
     assert stream.getvalue().count("is overridden by --mixed_precision fp8") == messages
 
 
-@pytest.mark.parametrize(("options", "precision"), [({"bf16": True}, "bf16"), ({}, "no")])
-def test_bf16_without_the_flag_stays(accelerate, tmp_path, options, precision):
+@pytest.mark.parametrize(
+    ("launcher", "options", "precision"),
+    [
+        ({}, {"bf16": True}, "bf16"),
+        ({}, {}, "no"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {"fp16": True}, "fp16"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "ao"},
+            {"bf16": True},
+            "bf16",
+        ),
+    ],
+    ids=["bf16", "none", "fp16", "another backend"],
+)
+@pytest.mark.usefixtures("accelerate")
+def test_another_precision_stays(tmp_path, monkeypatch, launcher, options, precision):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
     assert _precision(tmp_path, **options) == precision
-
-
-@pytest.mark.usefixtures("launched")
-def test_fp16_stays(tmp_path, monkeypatch):
-    assert _precision(tmp_path, fp16=True) == "fp16"
-
-
-def test_bf16_stays_where_another_backend_was_chosen(launched, tmp_path):
-    launched.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    assert _precision(tmp_path, bf16=True) == "bf16"
 
 
 @pytest.mark.usefixtures("launched")

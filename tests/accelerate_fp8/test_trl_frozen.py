@@ -1,7 +1,6 @@
 import gc
 import importlib
 import math
-import re
 from typing import Any
 
 import pytest
@@ -156,28 +155,6 @@ def test_it_trains_with(lab, name):
     assert len(frozen_in(trainer.model)) == LAYERS
 
 
-def losses_of(trainer):
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_compiled_it_trains_the_same(lab, kind, peft, checkpointing):
-    options = {"gradient_checkpointing": checkpointing, "logging_steps": 1}
-    expected = lab.make(kind, peft, options)
-    expected.train()
-    torch._dynamo.reset()
-    options["torch_compile"] = True
-    if checkpointing:  # Dynamo's part, for which the operators need not be compiled
-        options["torch_compile_backend"] = "aot_eager"
-    trainer = lab.make(kind, peft, options)
-    trainer.train()
-    assert len(frozen_in(trainer.model)) == LAYERS * peft
-    assert losses_of(trainer) == pytest.approx(losses_of(expected), rel=0.01, abs=0.01)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "args", [{"use_liger_kernel": True}, {"activation_offloading": True}], ids=["liger", "offload"]
@@ -190,18 +167,6 @@ def test_it_trains_on_a_card_with(lab, caplog, args):
     assert len(frozen_in(trainer.model)) == LAYERS
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert ("modules of Liger Kernel" in said) == ("use_liger_kernel" in args)
-
-
-@pytest.mark.long
-def test_two_ranks_train_the_same_adapters_over_one_copy_each(run, tiny_model):
-    done = run("lora_dpo.py", tiny_model, processes=2, launch=("--mixed_precision", "fp8"))
-    said = re.findall(r"(dpo|sft) live (\d+) adapters (\S+)", done.stdout)
-    assert sorted(kind for kind, _, _ in said) == ["dpo", "dpo", "sft", "sft"]
-    for kind in ("dpo", "sft"):
-        of_ranks = [(live, total) for name, live, total in said if name == kind]
-        assert of_ranks[0] == of_ranks[1]
-        assert int(of_ranks[0][0]) == 2 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert "14 frozen weights equal others and share one copy" in done.stderr
 
 
 def test_policy_and_reference_are_one_base_with_adapters_on_and_off(lab):

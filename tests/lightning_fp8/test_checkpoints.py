@@ -26,42 +26,6 @@ each_config = pytest.mark.parametrize(
     ids=lambda config: f"{config.recipe} {config.opt_level}",
 )
 
-# Continues a run in Lightning as it is, on a machine where this package does not exist.
-STOCK = """
-import importlib, sys
-for ours in ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8", "_fp8_autoload"):
-    sys.modules[ours] = None
-host, path = sys.argv[1:]
-L = importlib.import_module(host)
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-
-class Regression(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 64)
-        )
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).float().pow(2).mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-saved = torch.load(path, weights_only=True)
-model = Regression()
-assert list(saved["state_dict"]) == list(model.state_dict())
-assert {type(t) for t in saved["state_dict"].values()} == {torch.Tensor}
-saved["lr_schedulers"] = []
-torch.save(saved, path)
-trainer = L.Trainer(
-    accelerator="cpu", precision="bf16-mixed", max_epochs=2, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(model, DataLoader(torch.randn(8, 64), batch_size=4), ckpt_path=path)
-assert trainer.global_step == 6 + 2, trainer.global_step
-"""
-
 
 def batches():
     torch.manual_seed(1)
@@ -187,6 +151,7 @@ def in_bf16(tmp_path_factory):
     [
         (O2, "32-true"),
         (O3, "bf16-mixed"),
+        (DELAYED, "bf16-mixed"),
         ("32-true", O2),
         ("bf16-mixed", O3),
         ("bf16-mixed", DELAYED),
@@ -228,15 +193,6 @@ def test_checkpoint_within_a_fit_can_be_restored_and_merged(host, tmp_path):
     restored, _ = fit(host, tmp_path, O2, max_epochs=1, callbacks=[Restores()])
     assert same(restored, through)
     assert same(merged[0], through)
-
-
-@pytest.mark.long
-@one_trainer
-def test_checkpoint_opens_in_stock_lightning_without_this_package(run, tmp_path, host):
-    path = tmp_path / "epoch=0.ckpt"
-    fit(host, tmp_path, DELAYED, max_epochs=1)
-    (stock,) = run(["-c", STOCK, host.__name__, str(path), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}])
-    assert stock.returncode == 0, stock.output
 
 
 @pytest.fixture

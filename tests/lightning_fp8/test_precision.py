@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
-from tests.internals import HostPrecision
 from tests.internals import lightning_register as _register
 from tests.lightning_fp8.hosts import FABRICS, TRAINERS, each_fabric, each_host, each_trainer
 from torch_fp8 import Float8Linear, scaling_state_dict
@@ -130,16 +129,6 @@ def test_cli_takes_the_plugin_with_its_configuration(host, tmp_path):
     assert given == FP8Config(recipe="rowwise", skip=("lm_head", "net.2"))
 
 
-def test_plugin_set_on_a_strategy():
-    for trainer_host in TRAINERS:
-        strategies = importlib.import_module(f"{trainer_host.__name__}.strategies")
-        strategy = strategies.SingleDeviceStrategy(precision_plugin=FP8Precision(DELAYED))
-        trainer, plugin = make_host(trainer_host, strategy=strategy)
-        assert isinstance(plugin, HostPrecision)
-        assert plugin.config == DELAYED
-        assert trainer.strategy.precision_plugin is plugin
-
-
 @each_host
 def test_explicit_other_plugin_wins(host):
     other = importlib.import_module(f"{host.__name__}.plugins.precision").HalfPrecision("bf16-true")
@@ -162,16 +151,6 @@ def test_subclass_of_the_request_is_refused_with_the_class_to_derive_from():
 
     with pytest.raises(TypeError, match=r"derive from lightning_fp8.unified_trainer.FP8Precision"):
         make_host(lightning.pytorch, plugins=[Mine()])
-
-
-def test_subclass_of_a_host_plugin_is_used_as_it_is():
-    from tests.internals import UnifiedFP8Precision as TrainerPlugin
-
-    class Mine(TrainerPlugin):
-        pass
-
-    mine = Mine()
-    assert make_host(lightning.pytorch, plugins=[mine])[1] is mine
 
 
 @pytest.mark.parametrize("module", _register.PLUGINS.values())
@@ -298,20 +277,6 @@ def test_model_without_linears_is_an_error(host, tmp_path):
         ValueError, match=r"no nn\.Linear.*16 or more features.*precision='bf16-mixed'"
     ):
         trainer.fit(make_model(host, net), data())
-
-
-@each_trainer
-def test_eval_fp8_off_keeps_evaluation_in_high_precision(host, tmp_path, monkeypatch):
-    calls = []
-    original = torch._scaled_mm_v2
-    monkeypatch.setattr(torch, "_scaled_mm_v2", lambda *a: calls.append(1) or original(*a))
-    for eval_fp8, count in ((True, 2 * 4), (False, 0)):
-        calls.clear()
-        plugin = FP8Precision(FP8Config(eval_fp8=eval_fp8))
-        make_trainer(host, tmp_path, plugins=[plugin]).validate(
-            make_model(host), data(4), verbose=False
-        )
-        assert len(calls) == count
 
 
 # -- the start-up summary ----------------------------------------------------------------------

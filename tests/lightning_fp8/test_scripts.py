@@ -42,20 +42,13 @@ def test_trainer_ddp(run, strategy):
         ("ddp", "lightning.fabric"),
         ("ddp_fork", "lightning.fabric"),
         ("ddp_spawn", "lightning_fabric"),
+        ("model-parallel", "lightning.fabric"),
     ],
 )
 def test_fabric_ddp(run, strategy, host):
     command = ["fabric.py", host, strategy, "2"]
     flagged, plain = run([*command, FLAG], [*command])
     assert_fp8_only_with_flag(flagged, plain, [2 * GEMMS_PER_STEP] * 2)
-
-
-@pytest.mark.parametrize("kind", ["trainer", "fabric"])
-def test_model_parallel(run, kind):
-    command = ["model_parallel.py", kind]
-    flagged, plain = run([*command, FLAG], [*command])
-    # Three linear layers, so 8 GEMMs a step.
-    assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
 
 
 @pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
@@ -74,13 +67,18 @@ def test_cli_argument_and_yaml(run, tmp_path, host):
     yaml.write_text("\n".join(["trainer:", *lines]))
     plain = ["cli.py", "fit", *(f"--trainer.{name}={value}" for name, value in trainer.items())]
     env = {"HOST": host}
-    by_argument, by_yaml, without = run(
+    by_argument, by_yaml, without, by_variable = run(
         [*plain, f"--trainer.precision={FLAG}", env],
         ["cli.py", "fit", f"--config={yaml}", env],
         [*plain, env],
+        [*plain, {**env, "PL_TRAINER_PRECISION": FLAG}],
     )
     assert_fp8_only_with_flag(by_argument, without, [2 * GEMMS_PER_STEP])
     assert_fp8_only_with_flag(by_yaml, without, [2 * GEMMS_PER_STEP])
+    # The CLI gives the Trainer every argument, so that Lightning reads no variable.
+    assert (by_variable.returncode, by_variable.fp8_gemms) == (0, [])
+    assert by_variable.output.count(f"FP8 was requested by PL_TRAINER_PRECISION={FLAG}") == 1
+    assert "its Trainer runs precision='32-true'" in by_variable.output
 
 
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])

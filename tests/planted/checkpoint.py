@@ -97,8 +97,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/split_optimizer.py", f"{_TESTS}/test_adopt_steps.py"): (
         "step counts of a folder go to the optimizers in reverse",
-        "zip(split, counts, strict=False)",
-        "zip(split, reversed(counts), strict=False)",
+        "zip(split, counts.values(), strict=False)",
+        "zip(split, reversed(counts.values()), strict=False)",
     ),
     (
         "torch_fp8/checkpoint/adopt_checkpoint.py",

@@ -115,11 +115,6 @@ def test_contradictions_raise(options, named):
         FP8Config(**options)
 
 
-def test_gradients_travel_in_fp8_unless_told_otherwise():
-    assert FP8Config().communication == "auto"
-    assert FP8Config(communication="off", opt_level="O3").communication == "off"
-
-
 @pytest.mark.parametrize(
     "options",
     [{"skip": "lm_head"}, {"skip": (1,)}, {"eval_fp8": 1}, {"margin": 0.5, "recipe": "delayed"}],

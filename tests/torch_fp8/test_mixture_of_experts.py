@@ -94,21 +94,3 @@ def test_generation_saving_and_copies(name, tmp_path):
     convert_to_float8(again, FP8Config(recipe="rowwise"))
     assert torch.equal(again(x).logits, want)
     assert revert(model) == len(report.converted) + len(report.experts) // 2
-
-
-def _gradients(model, x):
-    model.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(x, labels=x).loss
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def test_checkpointing_gives_the_same_gradients():
-    model, x = moe_model("Qwen3Moe").train(), torch.randint(1, 64, (2, 16))
-    convert_to_float8(model)
-    want = _gradients(model, x)
-    options = {"use_reentrant": False}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    got = _gradients(model, x)
-    assert all(torch.equal(got[name], value) for name, value in want.items())

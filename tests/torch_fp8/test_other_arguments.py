@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.internals import Float8GatedMLP, Float8RMSNorm, SharedOutput, takes_input_alone
+from tests.internals import Float8GatedMLP, Float8RMSNorm, SharedOutput
 from torch_fp8 import FP8Config, convert_to_float8
 
 ANY = {
@@ -141,12 +141,3 @@ def test_other_arguments_reach_the_module(recipe, call):
         results.append((output.float(), x.grad))
     for want, got in zip(*results, strict=True):
         assert (got - want).norm() < 0.1 * want.norm()
-
-
-def test_what_takes_its_input_alone():
-    class Keywords(Norm):
-        def forward(self, values, **kwargs):
-            return super().forward(values)
-
-    found = [cls for cls in (Norm, GatedNorm, Keywords, nn.RMSNorm) if takes_input_alone(cls)]
-    assert found == [Norm, Keywords, nn.RMSNorm]

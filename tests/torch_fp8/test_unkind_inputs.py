@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.torch_fp8.block_models import MLP
 from torch_fp8 import FP8Config, convert_to_float8
 
 MODES = {
@@ -16,16 +17,6 @@ MODES = {
 CASTS = (None, torch.bfloat16, torch.float16)
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(64, 40), nn.Linear(64, 40)
-        self.down = nn.Linear(40, 64)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -33,7 +24,7 @@ class Block(nn.Module):
         self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
         self.k.weight = self.q.weight
         self.v.requires_grad_(False)
-        self.mlp = MLP()
+        self.mlp = MLP(64, 40, bias=True)
 
     def forward(self, x):
         h = self.norm(x)

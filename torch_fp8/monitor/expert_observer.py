@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_fp8.monitor.expert_statistics import (
-    REPLAYED,
     TOKENS,
     WORST,
     rows_statistics,
@@ -38,7 +37,7 @@ from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import stored
 
-EXPERTS, ROUTING = "experts", "routing"
+EXPERTS = "experts"
 Source: TypeAlias = Tensor | Callable[[], Tensor]
 """The source of a payload, or a function that computes it."""
 _NAMED = 8
@@ -123,7 +122,6 @@ class TokenCounter:
         count = getattr(module, "num_experts", None)
         self.size = count if isinstance(count, int) else _num_held(module)
         self.counts: Tensor | None = None
-        self.decisions: Tensor | None = None
 
     def names(self) -> list[tuple[str, str]]:
         """Return (name, qualified name) of each fused weight."""
@@ -147,16 +145,6 @@ class TokenCounter:
 
     def _add(self, counts: Tensor) -> None:
         self.counts = counts if self.counts is None else self.counts + counts
-
-    def add_decisions(self, differing: Tensor, decisions: Tensor) -> None:
-        """Count decisions, and those that a routing replay has changed, () each."""
-        both = torch.stack([differing, decisions]).detach()
-        self.decisions = both if self.decisions is None else self.decisions + both
-
-    def taken_share(self) -> Tensor | None:
-        """Return the share (1,) of changed decisions, and reset it, or None without a replay."""
-        both, self.decisions = self.decisions, None
-        return None if both is None else (both[0] / both[1].clamp(min=1))[None]
 
     def taken(self, device: torch.device) -> Tensor:
         """Return the counts (E,) so far, and reset them."""
@@ -198,9 +186,7 @@ class ExpertModules:
                 kinds[f"{name}/{WEIGHT}"] = WORST
             if of_weight.weight.requires_grad:
                 kinds[f"{name}/update"] = UPDATE
-        for counter in self._counters:
-            kinds |= {f"{counter.name}/{EXPERTS}": TOKENS, f"{counter.name}/{ROUTING}": REPLAYED}
-        return kinds
+        return kinds | {f"{counter.name}/{EXPERTS}": TOKENS for counter in self._counters}
 
     def observe(self, step: Observation | None) -> None:
         """Show the GEMMs' operands to an observation from now on; None stops it."""
@@ -234,9 +220,6 @@ class ExpertModules:
         for counter, counts, has_counted in zip(self._counters, taken, counted, strict=True):
             if has_counted:
                 yield f"{counter.name}/{EXPERTS}", token_statistics(counts)
-            share = counter.taken_share()
-            if share is not None:
-                yield f"{counter.name}/{ROUTING}", share
 
     def empty(self) -> Iterator[tuple[str, str]]:
         """Yield (module's name, list of experts) for modules with experts without a token."""

@@ -26,8 +26,6 @@ TOKENS = ("tokens_least", "tokens_most", "tokens_variation", "empty")
     tokens_variation           standard deviation over the mean of the experts' tokens
     empty                      experts without a token, counted from `ENOUGH` tokens an expert on
 """
-REPLAYED = ("differing",)
-"""The share of a router's decisions that a routing replay has changed."""
 ENOUGH = 16
 """The mean number of tokens per expert at which an expert without any is no accident."""
 _LEAST_ROWS = 16

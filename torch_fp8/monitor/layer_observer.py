@@ -141,10 +141,10 @@ class LayerObserver:
         with apart(), guarded(self.step.failed):
             first = 0
             if isinstance(x, QuantizableTensor):
-                produced = x.before_cast(row, col)
+                produced = x.before_cast((row, col))
                 if produced is None:
                     return
-                x, row, col, first = produced
+                x, (row, col), first = produced
             x = matrix(x)
             if not x.numel():
                 return
@@ -224,7 +224,7 @@ def matrix(x: Tensor) -> Tensor:
     """Return this rank's values of a tensor as (R, C), without changing the tensor."""
     x = waited(local(x))
     if isinstance(x, QuantizableTensor):
-        value = x.before_cast(None, None)
+        value = x.before_cast((None, None))
         return x.matrix() if value is None else value[0]
     return x.reshape(-1, x.shape[-1])  # not detached: that counts as a use of a weight
 

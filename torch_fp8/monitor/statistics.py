@@ -61,9 +61,7 @@ REDUCTIONS = {
     **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
     **dict.fromkeys(("tokens_most", "tokens_variation", "empty"), "max"),
     "tokens_least": "min",
-    **dict.fromkeys(
-        ("underflow", "clip", "alignment_mean", "sharpness", "loss", "differing"), "mean"
-    ),
+    **dict.fromkeys(("underflow", "clip", "alignment_mean", "sharpness", "loss"), "mean"),
     "sqnr": "min",
 }
 """How ranks combine each statistic: the worst value, or the mean."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -31,6 +32,9 @@ MODES = {
     "sgd": ({}, {}),
     "frozen": ({}, {}),
     "own_dtype": ({}, {"mixed_precision_policy": "none"}),
+    # Replicas of shards by Accelerate's ParallelismConfig, 2 x 2 processes, with accumulation.
+    "hsdp_O2": ({}, {}),
+    "hsdp_O3": ({"opt_level": "O3"}, {}),
 }
 SHARDED = int(os.environ.get("WORLD_SIZE", "1")) > 1
 warnings.filterwarnings("ignore", "Detected an existing checkpoint")
@@ -45,6 +49,7 @@ def new_model():
 class Training:
     def __init__(self, mode):
         options, chosen = MODES[mode]
+        self.halves = 2 if mode.startswith("hsdp") else 1
         handlers = [FP8Kwargs(FP8Config(**options))]
         plugin = None
         if SHARDED:
@@ -55,14 +60,24 @@ class Training:
                 **{"cpu_ram_efficient_loading": False, **chosen, "mixed_precision_policy": None},
             )
         self.accelerator = Accelerator(
-            mixed_precision="fp8", cpu=True, fsdp_plugin=plugin, kwargs_handlers=handlers
+            mixed_precision="fp8",
+            cpu=True,
+            fsdp_plugin=plugin,
+            kwargs_handlers=handlers,
+            gradient_accumulation_steps=self.halves,
         )
         if plugin is not None:  # what Accelerate does on GPUs only
-            self.accelerator.state.fsdp_plugin = plugin
+            state = self.accelerator.state
+            state.fsdp_plugin = plugin
             if "mixed_precision_policy" not in chosen:
                 plugin.set_mixed_precision("fp8")
-            for shared in (PartialState(), self.accelerator.state):
+            for shared in (PartialState(), state):
                 shared.distributed_type = DistributedType.FSDP
+            if self.halves == 2:
+                sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+                state.parallelism_config = sizes
+                state.device_mesh = sizes.get_device_mesh("cpu")
+                sizes._validate_accelerator(self.accelerator)
         # Weights that are loaded sparingly are rank 0's, whatever the other ranks have.
         torch.manual_seed(dist.get_rank() if mode == "sparing" and SHARDED else 0)
         model = new_model()
@@ -76,14 +91,15 @@ class Training:
 
     def steps(self, *numbers):
         losses = []
-        for number in numbers:
+        for number in (self.halves * n + half for n in numbers for half in range(self.halves)):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
-            loss = nn.functional.mse_loss(self.model(x).float(), x)
-            self.accelerator.backward(loss)
-            if self.clip:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.mse_loss(self.model(x).float(), x)
+                self.accelerator.backward(loss)
+                if self.clip and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
 
@@ -107,7 +123,7 @@ class Training:
 
 def run(mode, folder):
     training = Training(mode)
-    error = training.error() if SHARDED else 0.0
+    error = training.error() if SHARDED and training.halves == 1 else 0.0
     losses = training.steps(*range(3))
     dtypes = "+".join(sorted({str(p.dtype)[6:] for p in training.model.parameters()}))
     said = f"{mode} losses {losses[0]:.7f} {losses[-1]:.7f} error {error:.3g} dtypes {dtypes}"

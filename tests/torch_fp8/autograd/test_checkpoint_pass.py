@@ -7,7 +7,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tests.internals import RECIPES, saves_nothing, stand_in
+from tests.internals import RECIPES, saves_nothing
 from tests.steps import assert_equal
 from tests.torch_fp8.block_models import Block
 from torch_fp8 import FP8Config, convert_to_float8
@@ -81,21 +81,6 @@ def test_the_first_pass_casts_what_forward_takes_and_no_more(recipe):
     assert any(len(payloads) > 1 for payloads in in_recomputation)
 
 
-def test_a_transposed_payload_is_first_made_in_backward():
-    layer = nn.Sequential(nn.Linear(48, 80)).bfloat16()
-    convert_to_float8(layer)
-    x = torch.randn(16, 48).bfloat16().requires_grad_()
-    with _Casts() as first:
-        y = checkpoint(layer, x, use_reentrant=False)
-    assert [p for _, payloads in first.made for p in payloads] == [(80, 48), (16, 48)]
-    with _Casts() as second:
-        y.sum().backward()
-    assert ("quantize_2d", [(16, 48), (48, 16)]) in second.made
-    with _Casts() as plain:
-        layer(x)
-    assert ("quantize_2d", [(16, 48), (48, 16)]) in plain.made
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("where", ["inside", "outside", "both"])
 def test_hooks_of_offloading_get_what_is_there(recipe, where):
@@ -151,14 +136,3 @@ def test_where_hooks_cannot_be_seen_everything_is_made(monkeypatch):
 
     monkeypatch.setattr(torch._C, "_autograd", NoAutograd())
     assert not saves_nothing()
-
-
-def test_a_stand_in_costs_nothing():
-    like = torch.randn(3)
-    fake = stand_in((64, 1 << 20), torch.float8_e4m3fn, like)
-    assert (fake.shape, fake.dtype, fake.device) == (
-        (64, 1 << 20),
-        torch.float8_e4m3fn,
-        like.device,
-    )
-    assert fake.untyped_storage().nbytes() == 1

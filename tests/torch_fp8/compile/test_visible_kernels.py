@@ -80,11 +80,3 @@ def test_a_changed_kernel_is_compiled_again():
     changed = key()
     outlines.clear()
     assert changed != first
-
-
-def test_an_exported_layer_has_torchs_operators_alone():
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    with traced_for_card():
-        program = torch.export.export(layer(), (x,))
-    assert "torch_fp8" not in str(program.graph)
-    assert KERNELS not in str(program.graph)

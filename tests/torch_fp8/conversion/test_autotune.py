@@ -14,14 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.internals import (
     MARGIN,
-    LayerShape,
-    LayerTimes,
     SplitWeight,
     candidates,
     check_style,
     halves_of,
     layer_benchmark,
-    layer_shapes,
     layer_times,
 )
 from tests.models import llama_config
@@ -301,21 +298,6 @@ def test_a_model_without_memory_is_measured_where_it_will_run(timed):
     assert {run.x.device.type for run in timer.runs} == {"cpu"}
 
 
-@pytest.mark.parametrize(
-    ("weights", "dtype"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-    ],
-    ids=str,
-)
-def test_shapes_and_the_dtype_that_a_layer_multiplies_in(weights, dtype):
-    layers = {"a": nn.Linear(32, 48, dtype=weights), "b": nn.Linear(32, 48, False, dtype=weights)}
-    shapes = layer_shapes(nn.ModuleDict(layers), layers)
-    assert shapes == {n: LayerShape(48, 32, n == "a", dtype) for n in layers}
-
-
 LLAMA = llama_config(intermediate_size=176, vocab_size=128, attn_implementation="eager")
 Q, KV, GATE, DOWN = (64, 64), (32, 64), (176, 64), (64, 176)
 
@@ -394,36 +376,6 @@ def test_only_layers_that_one_norm_feeds_are_timed_together(timed, build, expect
 BF16, FP8, SMALL_FP8, BANDWIDTH = 807e12, 1467e12, 580e12, 4.4e12
 """FLOP/s of products on an H200 (block_kernels.csv), where FP8 has 580 TFLOP/s in the backward of k
 and v, which have 1,024 output features; bytes per second of casts."""
-
-
-def h200_times(shapes, tokens, recipes, joined):
-    """Seconds by those rates; a tensorwise cast moves 6 bytes an element of x, w and g."""
-    k, widths = shapes[0].in_features, [shape.out_features for shape in shapes]
-    flops, total = 2 * tokens * k, sum(widths)
-    backward = [total] if joined and len(widths) > 1 else widths
-    products = flops * total / FP8
-    products += sum(2 * flops * n / (SMALL_FP8 if n <= 1024 else FP8) for n in backward)
-    casts = 6 * (tokens * k + total * k + tokens * total) / BANDWIDTH
-    return LayerTimes(3 * flops * total / BF16, {r.name: products + casts for r in recipes})
-
-
-@pytest.mark.parametrize(("joined", "left"), [(False, 32), (True, 0)])
-def test_by_the_rates_of_an_h200_small_k_and_v_follow_q(timed, monkeypatch, joined, left):
-    """Llama-3.2-1B, 16,384 tokens: apart they stay in BF16, as a card has measured (step.csv)."""
-    timed({})
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True}
-    with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(llama_config(**sizes, **heads, vocab_size=128256))
-
-    def times(device, shapes, tokens, recipes, kept):
-        return h200_times(shapes, tokens, recipes[:1], joined)
-
-    monkeypatch.setattr("torch_fp8.conversion.autotune.layer_times", times)
-    report = convert_to_float8(net, FP8Config(tokens=16384), device="cpu")
-    assert report.recipe.name == "tensorwise"
-    assert (len(report.choice.left), len(report.converted)) == (left, 112 - left)
-    assert {n.rpartition(".")[2] for n in report.choice.left} <= {"k_proj", "v_proj"}
 
 
 @pytest.mark.gpu

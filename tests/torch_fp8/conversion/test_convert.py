@@ -43,10 +43,6 @@ def test_what_is_no_model_is_told(thing, how):
             convert(thing)
 
 
-def test_a_recipe_is_given_by_name():
-    assert convert_to_float8(Model(), "rowwise").recipe.name == "rowwise"
-
-
 def test_converting_twice_changes_nothing():
     model = Model()
     config = FP8Config(recipe="delayed", amax_history_len=4)
@@ -86,12 +82,6 @@ def test_tied_linears_stay_tied():
     assert shared[0].weight is shared[1].weight
 
 
-def test_config_comes_from_the_environment_unless_given(monkeypatch):
-    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
-    assert convert_to_float8(Model()).recipe.name == "rowwise"
-    assert convert_to_float8(Model(), FP8Config()).recipe.name == "tensorwise"
-
-
 @pytest.mark.parametrize(
     ("recipe", "emulate", "emulated"),
     [("tensorwise", False, False), ("tensorwise", True, False), ("mxfp8", True, True)],
@@ -118,7 +108,7 @@ def test_a_second_conversion_decides_on_emulation_anew_for_graphs_too(monkeypatc
         convert_to_float8(model, config)
         fp8 = model.layers[0]["up"].fp8
         assert fp8.emulate is not native
-        assert of_text(fp8.casts) == (fp8.recipe, False, not native)
+        assert of_text(fp8.casts)[:3] == (fp8.recipe, False, not native)
 
 
 def test_an_old_card_is_refused_before_anything_changes(monkeypatch):

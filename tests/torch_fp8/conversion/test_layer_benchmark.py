@@ -172,23 +172,6 @@ def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, 
         assert casts == ([] if of is None else expected[of]), of
 
 
-def test_what_was_timed_on_a_device_is_not_timed_again(timer):
-    runs = timer(lambda run: 1.0)
-    first = layer_times(CPU, (SHAPE,), 16, RECIPES[:1])
-    num_runs = len(runs)
-    second = layer_times(torch.device("cpu"), (SHAPE,), 16, RECIPES[:1])
-    assert second is first
-    assert len(runs) == num_runs
-    for shape, tokens, recipes in (
-        (SHAPE._replace(bias=False), 16, RECIPES[:1]),
-        (SHAPE, 32, RECIPES[:1]),
-        (SHAPE, 16, (make_recipe("tensorwise", wgrad="bf16"),)),
-    ):
-        layer_times(CPU, (shape,), tokens, recipes)
-        assert len(runs) > num_runs
-        num_runs = len(runs)
-
-
 @pytest.mark.parametrize(("recipe", "products"), [("tensorwise", 4), ("rowwise", 6)])
 def test_layers_with_one_input_share_its_cast_and_the_products_of_backward(
     monkeypatch, recipe, products

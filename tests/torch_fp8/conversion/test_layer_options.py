@@ -14,8 +14,6 @@ from torch_fp8 import (
     FP8Config,
     convert_to_float8,
     freeze,
-    load_scaling_state_dict,
-    scaling_state_dict,
 )
 
 
@@ -119,22 +117,6 @@ def test_high_precision_leaves_norms_and_mlps_as_they_are():
     assert not [m for m in model.layers[0].modules() if isinstance(m, kinds)]
     assert {name.partition(".mlp")[0] for name in report.producers} >= {"layers.1"}
     assert report.unfused == ()
-
-
-def test_only_layers_with_delayed_scaling_have_a_state():
-    model = _model()
-    config = _config(overrides={"layers.0.mlp": {"recipe": "delayed", "amax_history_len": 4}})
-    convert_to_float8(model, config)
-    model(torch.randn(8, 64)).sum().backward()
-    state = scaling_state_dict(model)
-    names = [f"layers.0.mlp.{kind}_proj.amax_history" for kind in ("gate", "up", "down")]
-    assert {key for key in state if key.endswith("history")} == set(names)
-    assert state[names[0]].shape == (3, 4)
-    fresh = _model()
-    convert_to_float8(fresh, config)
-    load_scaling_state_dict(fresh, state)
-    again = scaling_state_dict(fresh)
-    assert all(torch.equal(again[key], state[key]) for key in state)
 
 
 def test_frozen_layers_keep_their_own_recipe():

@@ -100,9 +100,3 @@ def test_the_summary_says_of_states_what_its_bytes_say(features, said):
     summary = report.summary(model, [optimizer], [convert_optimizer(optimizer, model=model)])
     assert said in summary
     assert ("before and after" in summary) == (features == 32)
-
-
-def test_one_of_a_kind_is_singular():
-    report = convert_to_float8(nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 64)))
-    assert "1 of 1 linear layer, " in report.summary()
-    assert "1 norm or gated MLP with" in report.summary()

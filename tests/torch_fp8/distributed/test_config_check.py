@@ -140,7 +140,3 @@ def test_one_process_checks_nothing(single_process_group):
     with count_communication() as count:
         check_same_config(FP8Config())
     assert count.calls == 0
-
-
-def test_without_a_process_group_there_is_nothing_to_check():
-    check_same_config(FP8Config())

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
-from tests.internals import Exchanges, Times, links
+from tests.internals import Exchanges, links
 from tests.torch_fp8.distributed.cases.fsdp_ranks import (
     BF16,
     batch,
@@ -27,7 +27,7 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
-from torch_fp8.distributed import DDPReport, connect_ddp, connect_fsdp, ddp_options
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
 
 CODES, GATHERED = "all-to-all torch.uint8", "all-gather torch.uint8"
 IN_FLOAT32, SCATTERED = "all-reduce torch.float32", "reduce-scatter torch.bfloat16"
@@ -244,10 +244,3 @@ def test_a_single_process_measures_nothing():
         chosen = links.choose_exchanges(model, FP8Config(), {"average": None}, torch.device("cpu"))
     assert all(chosen[kind] for kind in links.KINDS)
     assert links.exchanges_state(model) is None
-
-
-def test_the_summary_says_what_was_measured():
-    note = Exchanges({}, {"average": Times(0.0012, 0.0021)}, "measured").note("average")
-    said = "measured (average 1.20 ms in 8 bits, 2.10 in BF16, 13 million elements)"
-    assert note == said
-    assert str(DDPReport(8, note=note)) == f"8, gradients averaged in FP8, 1.03 bytes each, {said}"

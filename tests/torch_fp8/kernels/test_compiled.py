@@ -33,7 +33,7 @@ INPUTS = {
     "bf16 no unit stride": torch.empty(2048, 8192, dtype=torch.bfloat16)[:, ::2],
 }
 empty = torch.empty
-"""`tests.emulator.variants` takes values for it, and smaller `INPUTS`."""
+"""`benchmarks.evidence.kernel_variants` takes values for it, and smaller `INPUTS`."""
 # What a test compiles together covers its inputs together; the last group is that of --fast.
 ONE = "bf16 no unit stride"
 GROUPS = {"the others": [name for name in INPUTS if name != ONE], ONE: [ONE]}

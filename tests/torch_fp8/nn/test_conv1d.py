@@ -4,13 +4,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.pytorch_utils import Conv1D
 
-from tests.internals import Float8Conv1D, sqnr_db
+from tests.internals import Float8Conv1D
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_to_float8, memory_report, revert
-from torch_fp8.distributed import connect_fsdp
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 
@@ -108,15 +106,6 @@ def test_the_class_is_still_conv1d_and_no_linear():
     assert torch.equal(layer(x), torch.addmm(layer.bias, x, layer.weight))
 
 
-def test_evaluation_in_high_precision_is_the_stock_forward():
-    model = _pair()[0]
-    x = torch.randn(4, 144)
-    want = model(x)
-    convert_to_float8(model, FP8Config(eval_fp8=False))
-    assert not torch.equal(model(x), want)
-    assert torch.equal(model.eval()(x), want)
-
-
 def test_others_of_the_name_stay_as_they_are():
     class Scaled(Conv1D):
         def forward(self, x):
@@ -141,49 +130,3 @@ def test_transformer_engine_leaves_it(monkeypatch):
     report = convert_to_float8(model, FP8Config(backend="transformer-engine", recipe="tensorwise"))
     assert report.converted == ("1",)
     assert "does not support transposed weights" in dict(report.skipped)["0"]
-
-
-def test_compiled_as_eager():
-    for recipe in ("tensorwise", "delayed", "blockwise"):
-        model = _pair()[0]
-        convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
-        compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-        results = []
-        for run in (model, compiled):
-            x = torch.randn(24, 144, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            y = run(x)
-            y.square().sum().backward()
-            results.append((y.detach(), x.grad, next(run.parameters()).grad))
-        for ours, theirs in zip(*results, strict=True):
-            assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fsdp2_gathers_it_in_fp8(single_process_group, recipe):
-    """As on one device, where one scale serves both layouts; else fprop casts what was gathered.
-
-    MX scales travel beside the bytes, which torch does not pass on one rank.
-    """
-    config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
-    model = _pair()[0]
-    alone = copy.deepcopy(model)
-    fully_shard(model[0])
-    fully_shard(model)
-    convert_to_float8(alone, config)
-    convert_to_float8(model, config)
-    assert connect_fsdp(model, config).num_gathers == (recipe != "mxfp8")
-    results = []
-    for run in (model, alone):
-        x = torch.randn(16, 144, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        y = run(x)
-        y.square().mean().backward()
-        gradient = run[0].weight.grad
-        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        results.append((y.detach(), x.grad, gradient))
-    (y, x_grad, w_grad), (y_alone, x_alone, w_alone) = results
-    exact = recipe != "rowwise"
-    assert torch.equal(y, y_alone) or (not exact and sqnr_db(y_alone, y) > 35)
-    assert sqnr_db(x_alone, x_grad) > (60 if exact else 25)
-    assert sqnr_db(w_alone, w_grad) > 25  # scattered in 8 bits
-    assert revert(model) == 1
-    assert type(model[0]).__bases__ == (FSDPModule, Conv1D)

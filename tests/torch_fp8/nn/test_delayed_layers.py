@@ -85,23 +85,6 @@ def test_a_model_of_another_dtype_keeps_its_histories_in_float32(move):
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-def test_a_compiled_frozen_layer_has_the_histories_of_an_eager_one():
-    histories = []
-    for backend in ("eager", None):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
-        model[0].requires_grad_(False)
-        convert_to_float8(model, FP8Config(recipe="delayed"))
-        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-        run = torch.compile(model, backend=backend) if backend else model
-        for step in range(3):
-            run(torch.randn(16, 32) + step).sum().backward()
-            optimizer.step()
-        histories.append(model[0].fp8_amax_history)
-    assert torch.equal(*histories)
-    assert (histories[0][0, :3] > 0).all()
-
-
 def test_memory_that_was_never_written_is_made_usable():
     """``to_empty`` leaves what was there; a slot that starts elsewhere would never be lower."""
     saved, model = _layer(amax_history_len=4), _layer(amax_history_len=4)
@@ -143,18 +126,6 @@ def test_a_history_that_is_not_finite_is_refused(value):
     state["0.amax_history"][1, 3] = value
     with pytest.raises(ValueError, match=r"'0.amax_history' holds an Inf or NaN"):
         load_scaling_state_dict(model, state)
-
-
-def test_a_layer_follows_the_optimizer_when_a_shallow_copy_of_it_is_gone():
-    model = nn.Sequential(nn.Linear(32, 32))
-    convert_to_float8(model, FP8Config(recipe="delayed"))
-    twin = copy.copy(model[0])
-    del twin
-    model(torch.randn(4, 32)).sum().backward()
-    assert model[0].fp8.scaling.recorded
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert not model[0].fp8.scaling.recorded
-    assert model[0].fp8.scales_known
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -220,13 +220,6 @@ def test_frozen_experts_of_two_models_share_memory_until_one_writes():
     assert not torch.equal(policy(*given), before)
 
 
-def test_a_shallow_copy_of_experts_remembers_for_itself():
-    base = _frozen().experts.get_base_layer()
-    copied = copy.copy(base)
-    assert copied.fp8 is not base.fp8
-    assert copied.frozen_weights.keys() == base.frozen_weights.keys()
-
-
 def test_adapters_merge_into_frozen_experts_and_out_again():
     import accelerate_fp8  # noqa: F401  # wraps PEFT's merge
 

@@ -1,11 +1,8 @@
-import copy
-
 import pytest
 import torch
 
 from tests.internals import experts_dispatch, sqnr_db
 from tests.moe_experts import LAYOUTS, E, H, experts, forget_entries
-from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, revert
 
 FLOOR = 20.5
@@ -40,6 +37,7 @@ def _given(tokens, index):
 
 
 CHOICES = {
+    "no-token": (0, torch.empty(0, 2, dtype=torch.long)),
     "one-token": (1, torch.tensor([[1, 3]])),
     "all-to-one-expert": (200, torch.full((200, 1), 2)),
     "odd-number": (37, torch.arange(37)[:, None] % 3),
@@ -50,13 +48,15 @@ CHOICES = {
 def test_few_tokens_and_one_expert_compute_what_stock_does(layout, choice):
     torch.manual_seed(0)
     module, given = experts(layout), _given(*CHOICES[choice])
+    if choice == "no-token" and _is_batched(module):
+        return  # refuses a batch without rows
     want = _run(module, *given)
     convert_to_float8(module, FP8Config(recipe="rowwise"))
     got = _run(module, *given)
     used = {int(i) for i in given[1].unique()}
     for name, value in got.items():
         assert value.isfinite().all(), name
-        assert sqnr_db(want[name], value) >= FLOOR, name
+        assert not used or sqnr_db(want[name], value) >= FLOOR, name
         if value.ndim == 3 or "bias" in name:
             for i in range(E):
                 assert bool(value[i].any()) == (i in used), (name, i)
@@ -77,18 +77,6 @@ def test_what_is_not_finite_stays_in_its_token(layout, bad):
     assert not got[first][1].isfinite().all()  # visible, and in its own expert alone
     if not _is_batched(module):  # Llama-4's other experts multiply the token by zero
         assert got[first][0].isfinite().all()
-
-
-def test_copies_and_files_run_in_fp8_by_themselves(layout):
-    module, given = experts(layout), _given(20, torch.arange(20)[:, None] % E)
-    convert_to_float8(module, FP8Config(recipe="rowwise"))
-    want = _run(module, *given)
-    others = copy.deepcopy(module), through_a_file(module)
-    revert(module)
-    for other in others:
-        got = _run(other, *given)
-        assert all(torch.equal(got[name], value) for name, value in want.items())
-        assert revert(other) == 1
 
 
 def test_two_models_are_independent_and_the_entries_go_with_the_last(layout):

@@ -85,25 +85,6 @@ def test_each_gradient_of_a_grouped_layer_has_the_bits_of_its_casts(rows, transp
         assert sqnr_db(value, other) >= 26
 
 
-@pytest.mark.parametrize(
-    ("tokens", "index"),
-    [
-        pytest.param(1, torch.tensor([[1, 3]]), id="one-token"),
-        pytest.param(13, torch.tensor([[2, 0]]).expand(13, 2), id="experts-without-tokens"),
-        pytest.param(0, torch.empty(0, 2, dtype=torch.long), id="no-token"),
-    ],
-)
-def test_experts_without_tokens_get_zero_gradients(tokens, index):
-    experts = _experts("gpt-oss")
-    convert_to_float8(experts)
-    got = _run(experts, torch.randn(tokens, H), index, torch.rand(tokens, 2))
-    for name, value in got.items():
-        assert value.isfinite().all(), name
-    for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
-        for i in range(E):
-            assert got[name][i].any() == bool((index == i).any())
-
-
 def test_expert_parallel_sentinels_add_nothing():
     experts, (x, index, scores) = _experts(), _batch(40)
     experts._is_expert_parallel = True

@@ -172,18 +172,6 @@ def test_a_compiled_decode_reads_what_was_cast_once(casts, monkeypatch, recipe):
     assert said
 
 
-def test_training_graphs_know_nothing_of_it():
-    model = _model()
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter)
-    for _ in range(2):
-        with rollout(model, compiled=True), torch.no_grad():
-            model(_x())
-        compiled(_x()).sum().backward()
-    assert counter.frame_count == 1
-
-
 def test_layers_that_keep_nothing_are_left_alone():
     for model in (_model(keep_eval_weights=False), _model(eval_fp8=False), nn.Linear(4, 4)):
         with rollout(model, compiled=True), torch.no_grad():

@@ -6,11 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.internals import (
-    OF_TENSOR,
     Float8GatedMLP,
-    Quantizer,
-    make_recipe,
-    smooth_operands,
     sqnr_db,
 )
 from tests.steps import Calls, adamw, gaussian, renew_scales, saved_bytes, train
@@ -222,23 +218,3 @@ def test_a_payload_that_is_kept_serves_dgrad_alone(cached):
         assert torch.equal(first, model(gaussian(8, SIZE)))
         model[1].down_proj.weight.mul_(2)
         assert sqnr_db(2 * first, model(gaussian(8, SIZE))) > 25
-
-
-def test_ranks_of_a_group_agree_on_the_amax_of_what_is_smoothed(monkeypatch):
-    asked = []
-
-    def group_amax(amax, group):
-        asked.append(group)
-        return amax if group is None else torch.maximum(amax, torch.tensor(448.0))
-
-    monkeypatch.setattr(smooth_operands, "group_amax", group_amax)
-    spec = make_recipe("tensorwise").input
-    for group, amax in (("ranks", 448.0), (None, 2.0)):
-        quantizer = Quantizer(spec, OF_TENSOR, group=group)
-        options = smooth_operands._options(
-            quantizer, torch.tensor(2.0), rowwise=True, columnwise=True
-        )
-        assert options.amax == amax
-        scale = smooth_operands._scale(quantizer, torch.tensor(2.0))
-        assert scale == pytest.approx(amax / 448)
-    assert "ranks" in asked

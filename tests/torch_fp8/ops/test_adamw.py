@@ -231,36 +231,6 @@ def test_parts_give_the_bits_of_the_whole(monkeypatch, bits, shape, chunk):
         assert _equal(whole, parts)
 
 
-@EVERY_LENGTH
-def test_shards_give_the_bits_of_the_whole(bits):
-    whole, grad = _matrix(12, 128, bits), _gradient(12, 128, 1)
-    expected = _clone(whole)
-    adamw_step_reference(expected._replace(grad=grad), _scalars(1))
-    for rows, cols in (((0, 5), (0, 128)), ((5, 12), (0, 128)), ((0, 12), (64, 128))):
-        shard, part = _cut(whole, rows, cols), _cut(expected, rows, cols)
-        shard = shard._replace(grad=grad[slice(*rows), slice(*cols)].contiguous())
-        adamw_step_reference(shard, _scalars(1))
-        assert _equal(shard, part)
-
-
-def _cut(matrix, rows, cols):
-    r, groups = slice(*rows), slice(cols[0] // 32, cols[1] // 32)
-    residual = matrix.residual
-    moments = [
-        BlockScaled(m.qdata[r, slice(*cols)], m.scale[r, groups])
-        for m in (matrix.exp_avg, matrix.exp_avg_sq)
-    ]
-    part = matrix._replace(
-        weight=matrix.weight[r, slice(*cols)],
-        residual=None if residual is None else residual[r, slice(*cols)],
-        exp_avg=moments[0],
-        exp_avg_sq=moments[1],
-        row=rows[0],
-        col=cols[0],
-    )
-    return _clone(part)
-
-
 class _Allocations(TorchDispatchMode):
     def __init__(self, known):
         super().__init__()
@@ -278,7 +248,7 @@ class _Allocations(TorchDispatchMode):
 
 
 @EVERY_LENGTH
-@pytest.mark.parametrize("shape", [(256, 512), (2, 1 << 16), (512, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (32, 4096), (512, 20)], ids=str)
 @pytest.mark.parametrize("step_of", [adamw_step_reference, update_rms_reference])
 def test_no_temporary_has_a_tensors_size(monkeypatch, bits, shape, step_of):
     """The largest is of 8 bytes for each element of a part; short rows are padded to groups."""
@@ -335,17 +305,6 @@ def test_an_update_below_the_spacing_arrives_in_the_mean(bits):
     moved = (1 - _merged(matrix).double()).mean()
     noise = (2.0**-8 * 2.0**-bits * 40 * 1e-5 / (rows * cols)) ** 0.5  # spacing x path, sqrt
     assert moved == pytest.approx(40 * 1e-5, abs=5 * noise + 0.002 * 40 * 1e-5)
-
-
-def test_a_second_moment_stays_positive_under_a_dying_gradient():
-    """Halved until it is the smallest that there is, and still not zero: no update explodes."""
-    matrix = _matrix(1, 32, 8)
-    adamw_step_reference(matrix._replace(grad=torch.randn(1, 32)), _scalars(1))
-    for step in range(2, 300):
-        grad = torch.zeros(1, 32)
-        adamw_step_reference(matrix._replace(grad=grad), _scalars(step, betas=(0.9, 0.5)))
-    assert (decode(matrix.exp_avg_sq, MOMENT2) > 0).all()
-    assert _merged(matrix).isfinite().all()
 
 
 @EVERY_LENGTH

@@ -20,16 +20,6 @@ def inputs(shape, saved, gate_first=True):
     return BackwardInputs(grad, gate, gate_s, up, up_s, BF16)
 
 
-@pytest.mark.parametrize("gate_first", [True, False])
-def test_halves_are_views(gate_first):
-    both = torch.arange(24.0).view(2, 12)
-    gate, up = ops.halves(both, gate_first)
-    first, second = (gate, up) if gate_first else (up, gate)
-    assert torch.equal(first, both[:, :6])
-    assert torch.equal(second, both[:, 6:])
-    assert gate.untyped_storage().data_ptr() == both.untyped_storage().data_ptr()
-
-
 def test_one_scale_is_that_of_the_larger_half():
     grad = torch.ones(4, 16)
     gate, up = torch.full((4, 16), 50.0), torch.full((4, 16), 0.5)

@@ -100,19 +100,6 @@ def test_a_compiled_graph_has_the_operator(direct):
     assert any("torch_fp8.quantize_2d" in target for target in targets)
 
 
-def test_a_schema_is_read_from_annotations():
-    ops = torch.ops.torch_fp8
-    assert str(ops.quantize_2d.default._schema) == (
-        "torch_fp8::quantize_2d(Tensor x, ScalarType dtype, str granularity, bool power_of_two, "
-        "bool rowwise, bool columnwise, Tensor? scale, Tensor? amax) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
-    )
-    assert str(ops.swiglu_save.default._schema) == (
-        "torch_fp8::swiglu_save(Tensor gate, Tensor up, Tensor? smooth, bool save=True) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
-
-
 def _names_in_sources():
     """Return the operators that the sources of the engine define."""
     for path in Path(module.__file__).parents[1].rglob("*.py"):

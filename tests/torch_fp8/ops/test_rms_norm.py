@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from tests.internals import E4M3, CastOptions, NormBackwardInputs, NormInputs, NormWithRstd, sqnr_db
-from tests.kernel_cases.comparison import same_bits
 from torch_fp8.ops import rms_norm as ops
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 
@@ -72,33 +71,6 @@ def test_backward_of_what_was_saved():
     # x enters dw directly, and dx through a projection only: far better than the cast itself.
     assert sqnr_db(exact[0], saved[0]) > E4M3.cast_sqnr_db + 10
     assert sqnr_db(exact[1], saved[1]) > E4M3.cast_sqnr_db - 1
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (129, 127), (0, 48), (48, 0)], ids=str)
-def test_edges_of_shapes_in_backward(shape):
-    x, weight = inputs(*shape)
-    rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
-    dx, dw = ops.rms_norm_backward(
-        NormBackwardInputs(x, qdata, scale, weight, rstd, 0.0, BF16, True)
-    )
-    assert dx.shape == shape
-    assert dw.shape == shape[1:]
-    assert dx.isfinite().all()
-    assert dw.isfinite().all()
-
-
-def test_strides_do_not_matter():
-    base, weight = inputs(60, 120)
-    for x in (base.t()[:, ::2], base[::2, 1:61], base[:60:3, ::2]):
-        w = torch.stack([weight[: x.shape[1]], weight[: x.shape[1]]], 1)[:, 0]
-        for strided, plain in zip(
-            ops.rms_norm_statistics(NormInputs(x, w, EPS, 0.0, BF16), True),
-            ops.rms_norm_statistics(
-                NormInputs(x.contiguous(), w.contiguous(), EPS, 0.0, BF16), True
-            ),
-            strict=True,
-        ):
-            same_bits(strided, plain)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)

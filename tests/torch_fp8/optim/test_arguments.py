@@ -45,11 +45,6 @@ def test_weights_of_an_optimizer_that_a_host_wrapped_are_restored():
     assert restore_weights(Wrapper(optimizer)) == 1
 
 
-def test_what_is_no_json_is_named():
-    with pytest.raises(TypeError, match="from_json takes JSON text, the path of a JSON file"):
-        FP8Config.from_json(5)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_model_prepared_in_inference_mode_is_trained_outside_it(level, recipe):

@@ -70,16 +70,3 @@ def test_what_backward_rounds_is_refused(options, message, capture):
     capture()
     with pytest.raises(RuntimeError, match=message):
         _backward(model)
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_step_is_in_no_graph(mode):
-    weights = []
-    for compiled in (False, True):
-        model, optimizer = _converted(torch.optim.AdamW)
-        _backward(model)
-        torch._dynamo.utils.counters.clear()
-        (torch.compile(optimizer.step, mode=mode) if compiled else optimizer.step)()
-        weights.append(model[0].weight.detach() + 0)
-    assert torch.equal(*weights)
-    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.internals import Float8Moment, Float8Optimizer, SplitWeight, split_parameter
+from tests.internals import Float8Optimizer, SplitWeight, split_parameter
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -56,23 +56,6 @@ def test_large_float32_weights_are_split_and_the_rest_stays():
     for before, after, p in zip(weights, merged.values(), parameters, strict=True):
         torch.testing.assert_close(after, before, rtol=2**-16, atol=0)
         assert torch.equal(after, p)
-
-
-def test_a_weight_that_two_optimizers_train_is_one_weight():
-    model = _model()
-    first, second = (torch.optim.AdamW(model.parameters(), lr=1e-3) for _ in range(2))
-    assert convert_optimizer(first, model=model).num_split == 2
-    _step(model, first)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    halves = [model[i].weight.halves for i in (0, 2)]
-    assert convert_optimizer(second, model=model).num_split == 2
-    assert all(model[i].weight.halves is half for i, half in zip((0, 2), halves, strict=True))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    _step(model, second)
-    for optimizer in (first, second):
-        merged = merged_state_dict(model, optimizer)
-        assert all(torch.equal(value, merged[name]) for name, value in model.state_dict().items())
-    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_compiled_model_keeps_weights_as_well():
@@ -175,24 +158,6 @@ def test_a_scheduler_and_hooks_work_on(cls, scheduler_first, recwarn):
     assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
-def test_states_that_exist_are_quantized():
-    model, twin = _model(), _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-3)
-    for _ in range(3):
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        optimizer.step()
-        reference.step()
-    convert_optimizer(optimizer, model=model)
-    assert type(optimizer.state[model[0].weight]["exp_avg"]) is Float8Moment
-    saved, expected = optimizer.state_dict()["state"][0], reference.state_dict()["state"][0]
-    assert saved["step"] == 3
-    for name, tolerance in (("exp_avg", 2**-4), ("exp_avg_sq", 2**-4)):
-        torch.testing.assert_close(saved[name], expected[name], rtol=tolerance, atol=1e-6)
-
-
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (64, 64, 3, 3), (3, 37, 61), (70, 70)])
 def test_any_shape_steps(shape, split):
@@ -226,17 +191,6 @@ def test_a_transposed_weight_is_stepped():
     torch.testing.assert_close(
         before - parameter.detach(), torch.full_like(before, 1e-2), rtol=0, atol=2.0**-13
     )
-
-
-def test_a_transposed_weight_of_the_users_in_bf16_keeps_its_strides():
-    parameter = nn.Parameter(torch.randn(128, 64).bfloat16().t())
-    optimizer = torch.optim.AdamW([parameter], lr=1e-2)
-    convert_optimizer(optimizer)
-    before = parameter.detach().float().clone()
-    parameter.grad = torch.ones(128, 64, dtype=torch.bfloat16).t()
-    optimizer.step()
-    assert parameter.stride() == (1, 64)
-    assert (before - parameter.float()).mean().item() == pytest.approx(1e-2, rel=0.1)
 
 
 def test_float16_steps_in_float32_and_resumes():
@@ -285,26 +239,6 @@ def test_no_residual_at_a_small_learning_rate_warns(split, rate, warned):
         warnings.simplefilter("always")
         convert_optimizer(optimizer, FP8Config(split_weights=split))
     assert len([w for w in caught if "split_weights=False" in str(w.message)]) == warned
-
-
-def test_a_checkpoint_goes_back_and_forth_through_merged_weights():
-    model = _model()
-    convert_to_float8(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, model=model)
-    _step(model, optimizer)
-    merged = merged_state_dict(model, optimizer)
-    assert {v.dtype for v in merged.values()} == {torch.float32}
-    half = merged_state_dict(model, [optimizer], dtype=torch.bfloat16)
-    assert {v.dtype for v in half.values()} == {torch.bfloat16}
-    stock = _model()
-    stock.load_state_dict(merged)
-    assert torch.equal(stock[0].weight, merged["0.weight"])
-    stock.load_state_dict(model.state_dict())
-    assert torch.equal(stock[0].weight, merged["0.weight"])
-    assert merged["0.weight"].data_ptr() != model[0].weight.data_ptr()
-    compiled = merged_state_dict(torch.compile(model), optimizer)
-    assert torch.equal(compiled["_orig_mod.0.weight"], merged["0.weight"])
 
 
 def test_clipping_limits_an_update_that_its_second_moment_underestimates():

@@ -1,4 +1,3 @@
-import copy
 import pickle
 
 import pytest
@@ -127,35 +126,12 @@ def test_one_hook_however_often_it_is_converted():
     assert len(hooks(model)) == 1
 
 
-def test_an_optimizer_of_other_weights_changes_nothing():
-    model = Stream()
-    optimizer = torch.optim.AdamW(model.up.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, FP8Config(), model=model)
-    assert not hooks(model)
-
-
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_keep_it(twin):
-    model, _ = converted()
-    other = twin(model)
-    run(other)
-    assert other.dtype == torch.float32
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_reverted_model_is_pickled_without_anything_of_ours(level):
     model, _ = converted(nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64)), level)
     assert b"torch_fp8" in pickle.dumps(model)
     revert(model)
     assert b"torch_fp8" not in pickle.dumps(model)
-
-
-def test_a_weight_loaded_in_another_dtype_decides():
-    model, _ = converted()
-    model.load_state_dict({k: v.double() for k, v in model.state_dict().items()}, assign=True)
-    assert model.embed(IDS).dtype == torch.float64
-    model.load_state_dict({k: v.half() for k, v in model.state_dict().items()}, assign=True)
-    assert model.embed(IDS).dtype == torch.float16
 
 
 def test_compiled_without_a_graph_break():

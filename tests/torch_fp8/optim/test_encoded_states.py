@@ -6,10 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.internals import STATE_FORMATS, convert_optimizer_file, main
-from tests.steps import adamw, through_a_file
+from tests.internals import STATE_FORMATS, main
+from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import split_sharded
 
@@ -147,14 +146,6 @@ def test_a_checkpoint_of_another_scheme_is_refused_whole(change, message):
     assert all(map(torch.equal, before, after))
 
 
-def test_an_optimizer_with_its_own_states_says_that_it_has_no_such_choice():
-    model = _model()
-    report = convert_optimizer(
-        torch.optim.SGD(model.parameters(), 0.1), FP8Config(checkpoint_states="fp8"), model=model
-    )
-    assert "checkpoint_states is for Adam and AdamW" in str(report)
-
-
 def test_shards_have_codes_of_the_parameters_sharding(single_process_group):
     config = FP8Config(checkpoint_states="fp8")
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
@@ -174,37 +165,3 @@ def test_shards_have_codes_of_the_parameters_sharding(single_process_group):
     optimizer.load_state_dict(state)
     again = optimizer.state_dict()["state"][0]
     assert all(torch.equal(value, again[name]) for name, value in entry.items())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("dtype", "options", "gigabytes"),
-    [
-        (torch.float32, {"checkpoint_states": "float32"}, 96.4),
-        (torch.float32, {}, 48.7),
-        (torch.bfloat16, {}, 40.7),
-    ],
-    ids=str,
-)
-def test_bytes_of_a_checkpoint_are_those_that_the_docs_name(dtype, options, gigabytes):
-    """Llama-3.1-8B, its layers' shapes without memory: the weights and the optimizer's states."""
-    shapes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
-    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shapes, **heads)).to(dtype)
-    optimizer, _ = adamw(model, FP8Config(**{"checkpoint_states": "fp8", **options}))
-    for p in model.parameters():
-        p.grad = torch.empty_like(p)
-    optimizer.step()
-    weights = model.state_dict().values()
-    assert sum(w.numel() for w in weights) == 8_030_261_248
-    total = sum(w.nbytes for w in weights) + _num_bytes(optimizer.state_dict())
-    assert round(total / 1e9, 1) == gigabytes
-
-
-def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path):
-    _, optimizer = _run("fp8")
-    source = tmp_path / "optimizer.pt"
-    torch.save(optimizer.state_dict(), source)
-    with pytest.raises(OSError, match="No such file"):
-        convert_optimizer_file(source, tmp_path / "none" / "stock.pt")

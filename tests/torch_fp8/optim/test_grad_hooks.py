@@ -58,7 +58,7 @@ def test_weights_of_fp8_layers_alone_have_8_bit_gradients():
     eight = {name for name, grad in grads.items() if type(grad) is Float8Grad}
     assert eight == {"0.weight", "2.weight", "3.weight"}
     assert all(grad.dtype == torch.float32 for grad in grads.values())  # as the weights
-    bytes_held = sum(part.nbytes for part in grads["0.weight"].parts())
+    bytes_held = sum(part.nbytes for part in grads["0.weight"].codes)
     assert bytes_held == 128 * 96 + 128 * 3 + 4
     optimizer.step()
     optimizer.zero_grad()
@@ -94,23 +94,6 @@ def test_sums_over_micro_batches_are_close_and_right_in_the_mean(micro_batches, 
     assert mean <= 1.25 * (sum(errors) / repeats) / repeats**0.5
     kept = float((total / repeats * exact).sum() / exact.square().sum())
     assert abs(kept) <= 0.005
-
-
-def test_seed_and_step_change_the_rounding():
-    gradients = []
-    for seed in (0, 0, 1):
-        model, optimizer, _ = _converted(FP8Config(opt_level="O3", seed=seed))
-        optimizer.param_groups[0]["lr"] = 0.0
-        for _ in range(2):
-            _backward(model, 0)
-            gradients.append(model[0].weight.grad.float())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert torch.equal(gradients[0], gradients[2])
-    assert torch.equal(gradients[1], gradients[3])
-    first, next_step, _, _, another_seed, _ = gradients
-    assert not torch.equal(first, next_step)
-    assert not torch.equal(first, another_seed)
 
 
 def test_lost_hooks_are_put_back_and_counted():

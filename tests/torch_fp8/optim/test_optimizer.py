@@ -64,25 +64,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(dtype, written):
     assert all(torch.equal(expected[name], merged[name]) for name in expected)
 
 
-def test_a_checkpoint_before_the_first_step_has_the_whole_weights():
-    model, optimizer = _converted()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert not saved[1]["torch_fp8_residuals"]
-    assert any(p.halves.residual.any() for p in model.parameters() if isinstance(p, SplitWeight))
-    resumed, other = _converted()
-    train_steps(resumed, other, 2)
-    resumed.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    assert _equal(model, resumed)
-    stock = _model()
-    stock.load_state_dict(saved[0])
-    assert _equal(model, stock)
-    torch.optim.AdamW(stock.parameters()).load_state_dict(saved[1])
-    train_steps(model, optimizer, 2)
-    train_steps(resumed, other, 2)
-    assert _equal(model, resumed)
-
-
 def test_a_checkpoint_before_the_first_step_may_have_residuals():
     model, optimizer = _converted(dtype=torch.bfloat16)
     residual = torch.randint(-127, 128, (100, 96), dtype=torch.int8)

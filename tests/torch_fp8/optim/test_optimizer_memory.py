@@ -143,34 +143,3 @@ def test_bytes_of_the_layout_of_llama_3_1_8b(config, most):
     converted = memory_report(model, optimizer, parameters=linears)
     assert converted.num_params == 32 * 218_103_808
     assert converted.bytes_per_param <= most - (0.2 if config.opt_level == "O3" else 0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("release", "layer", "whole"), [(False, 6.04, 6.2), (True, 4.04, 4.2)], ids=["", "released"]
-)
-def test_bytes_of_muon_in_the_layout_of_llama_3_1_8b(release, layer, whole):
-    """Muon has the matrices of the layers, which are alike, so that one is counted; AdamW has
-    embeddings, norms and the head.
-    """
-    config = FP8Config(gradient_release=release)
-    with torch.device("meta"):
-        model = _Llama8B(layers=1)
-    convert_to_float8(model, device="cpu")
-    linears = [m.weight for m in model.modules() if isinstance(m, Float8Linear)]
-    others = [p for p in model.parameters() if not any(p is q for q in linears)]
-    optimizers = [torch.optim.Muon(linears), torch.optim.AdamW(others)]
-    for optimizer in optimizers:
-        convert_optimizer(optimizer, config, model=model)
-    for parameter in model.parameters():
-        weight = half(parameter) if isinstance(parameter, SplitWeight) else parameter
-        (weight * 2).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    of_layer, of_others = (
-        memory_report(model, optimizers, parameters=p) for p in (linears, others)
-    )
-    assert of_layer.num_params == 218_103_808
-    assert of_layer.bytes_per_param <= layer
-    total = of_others.total + 32 * of_layer.total
-    assert total / (of_others.num_params + 32 * of_layer.num_params) <= whole

@@ -3,10 +3,8 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.internals import SplitWeight, is_released, stored
@@ -292,28 +290,3 @@ def test_an_optimizer_that_is_restored_meanwhile_steps_as_stock_ones():
     before = model.hidden.weight.detach().clone()
     optimizer.step()
     assert torch.equal(model.hidden.weight, before), "backward has stepped it"
-
-
-@pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_sharded_weights(level):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    runs = []
-    for release in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64))
-        for layer in (*model, model):
-            fully_shard(layer, mesh=mesh)
-        run = _converted(model, opt_level=level, gradient_release=release)
-        for step in range(3):
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-            model(x).square().mean().backward()
-            assert all(is_released(p) == release for p in model.parameters())
-            if release:
-                with pytest.raises(RuntimeError, match="gradient_release=False"):
-                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            run[1].step()
-            run[1].zero_grad()
-        runs.append(model)
-    for p, q in zip(*(model.parameters() for model in runs), strict=True):
-        assert torch.equal(p.full_tensor(), q.full_tensor())

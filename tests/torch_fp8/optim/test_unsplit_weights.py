@@ -38,20 +38,6 @@ def test_weights_keep_their_dtype_and_bytes_are_those_of_the_docs(level, grad_by
     assert counted.gradients < (grad_bytes + 0.1) * counted.num_params
 
 
-@pytest.mark.parametrize("split_weights", [True, False])
-def test_small_writes_and_averages_are_those_of_float32(split_weights):
-    model, optimizer, _ = _converted(split_weights=split_weights)
-    _step(model, optimizer)
-    weight = model[1].weight
-    assert isinstance(weight, SplitWeight) == split_weights
-    before, average = weight.detach().clone(), torch.zeros_like(weight)
-    with torch.no_grad():
-        weight.mul_(1 - 1e-6)
-        average.lerp_(weight, 1e-4)
-    assert torch.equal(weight, before * (1 - 1e-6))
-    assert torch.equal(average, torch.zeros_like(weight).lerp_(weight.detach(), 1e-4))
-
-
 def test_what_was_split_is_joined_again():
     model, optimizer, _ = _converted()
     for seed in range(3):
@@ -68,8 +54,3 @@ def test_bf16_weights_have_no_residual_and_low_rates_are_warned_of():
         model, optimizer, _ = _converted(torch.bfloat16, 1e-6, split_weights=False)
     _step(model, optimizer)
     assert residual_of(model[1].weight) is None
-
-
-def test_o1_takes_no_choice_of_it():
-    with pytest.raises(ValueError, match="excludes split_weights"):
-        FP8Config(split_weights=False, opt_level="O1")

@@ -8,7 +8,6 @@ from tests.internals import GRADIENT, MOMENT1, MOMENT2, BlockScaled, decode, enc
 
 FORMATS = {f.name: f for f in (MOMENT1, MOMENT2, GRADIENT)}
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
-SHAPES = [(0, 32), (4, 0), (3, 1), (7, 5), (2, 31), (5, 32), (3, 33), (2, 64), (9, 100)]
 
 
 def _magnitudes(format):
@@ -178,17 +177,6 @@ def test_a_group_that_is_not_finite_reads_nan_throughout_and_no_other_does(forma
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layout(format, shape):
-    stored = encode(torch.rand(shape), format)
-    rows, cols = shape
-    assert stored.qdata.shape == shape
-    assert stored.scale.shape == (rows, -(-cols // 32))
-    assert stored.qdata.dtype == stored.scale.dtype == torch.uint8
-    assert decode(stored, format).dtype == torch.float32
-
-
-@EVERY_FORMAT
 def test_wild_inputs_are_off_by_less_than_the_spacing(format):
     for seed in range(20):
         x = _wild((16, 96), format, seed)
@@ -247,18 +235,6 @@ def test_the_low_bits_alone_decide(format):
     up = decode(encode(y, format, torch.full_like(y, -1, dtype=torch.int32)), format)
     assert ((down <= y) & (y <= up)).all()
     assert (down < up).float().mean() > 0.9
-
-
-@pytest.mark.parametrize("random", [False, True], ids=["nearest", "stochastic"])
-def test_a_positive_second_moment_never_becomes_zero(random):
-    """Under a live first moment a zero would make the update explode."""
-    x = torch.exp2(torch.rand(512, 64) * 250 - 140)
-    x[:, ::32] = 1e38
-    x[:, 5], x[:, 6] = 1e-45, 0.0
-    assert (x[:, 5] > 0).all()
-    bits = _random(x.shape) if random else None
-    back = decode(encode(x, MOMENT2, bits), MOMENT2)
-    assert torch.equal(back > 0, x > 0)
 
 
 @EVERY_FORMAT

@@ -32,14 +32,6 @@ def _assert_even(zeros_and_ones):
     assert (mean - 0.5).abs().max() < SIGMAS * 0.5 / count**0.5
 
 
-def _assert_unrelated(a, b):
-    _assert_even(_bits(a ^ b))
-    for shift_a, shift_b in itertools.product((0, 8, 16, 24), repeat=2):
-        x, y = (((w >> s) & 0xFF).double() for w, s in ((a, shift_a), (b, shift_b)))
-        correlation = torch.corrcoef(torch.stack([x, y]))[0, 1]
-        assert correlation.abs() < SIGMAS / a.numel() ** 0.5
-
-
 @EVERY_KEY
 @pytest.mark.parametrize("second", [False, True], ids=["first_word", "second_word"])
 def test_bits_are_uniform(keys, second):
@@ -57,46 +49,6 @@ def test_bits_are_uniform(keys, second):
     uniform = ((words >> 12) & 0xFFFFF).double() / (1 << 20)
     assert abs(uniform.mean() - 0.5) < SIGMAS * (1 / 12 / N) ** 0.5
     assert abs(uniform.var() - 1 / 12) < SIGMAS * (1 / 180 / N) ** 0.5
-
-
-@EVERY_KEY
-@pytest.mark.parametrize("lag", [1, 2, 31, 32, 128, 4096, 14336])
-def test_neighbouring_elements_are_unrelated(keys, lag):
-    for second in (False, True):
-        words = _words(keys, second)
-        _assert_unrelated(words[:-lag], words[lag:])
-
-
-@pytest.mark.parametrize(
-    "other", [(0, 2, 0), (0, 3, 0), (1, 1, 0), (0, 1, 1), (1, 0, 0), (0, 0, 1)], ids=str
-)
-def test_steps_parameters_and_seeds_are_unrelated(other):
-    """(1, 0, 0) and (0, 0, 1) beside (0, 1, 0): the order of the counters matters, too."""
-    mine = stream_keys(0, 1, 0)
-    for second in (False, True):
-        _assert_unrelated(_words(mine, second), _words(stream_keys(*other), second))
-
-
-@EVERY_KEY
-def test_the_two_words_are_unrelated(keys):
-    _assert_unrelated(_words(keys), _words(keys, second=True))
-
-
-@pytest.mark.parametrize("second", [False, True], ids=["first_word", "second_word"])
-def test_each_bit_of_the_index_moves_every_bit_of_the_word(second):
-    """Avalanche; a hash of two rounds has a small bias, bounded by 0.03 of 0.5."""
-    index = torch.randint(-(2**31), 2**31, (1 << 16,)).to(torch.int32)
-    keys = KEYS[0]
-    words = _words(keys, second, index)
-    for bit in range(32):
-        flipped = _words(keys, second, index ^ torch.tensor(1 << bit).to(torch.int32))
-        moved = _bits(words ^ flipped).double().mean(1)
-        assert (moved - 0.5).abs().max() < 0.03, bit
-
-
-def test_no_two_elements_share_a_word():
-    """The first word is a bijection of the index, so no two bytes repeat by an element's sake."""
-    assert _words(KEYS[1]).unique().numel() == N
 
 
 def test_keys_are_32_bit_numbers_that_name_every_counter():

@@ -23,7 +23,6 @@ from tests.internals import (
     slot_of,
     stored_grad,
 )
-from tests.steps import adamw
 from tests.torch_fp8.distributed.ranks import RANK, equal_on_ranks, gathered, on_ranks, worst_sum
 from torch_fp8 import (
     FP8Config,
@@ -230,33 +229,6 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
     for *projections, decibels in found:
         assert projections == pytest.approx([1, 1], abs=0.003)
         assert decibels >= 30
-
-
-@on_ranks(2)
-def test_two_ranks_train_as_one():
-    ddp, optimizer, _ = wrapped()
-    model = model_of(0)
-    single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
-    start = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-    for step in range(20):
-        backward(ddp, step)
-        for rank in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(batch(step, rank)).float().square().mean() / 2
-            loss.backward()
-        for o in (optimizer, single):
-            o.step()
-            o.zero_grad()
-    one, two = merged_state_dict(model, single), merged_state_dict(ddp, optimizer)
-    distances = [
-        float((one[n] - two[n]).norm() / (one[n] - value).norm()) for n, value in start.items()
-    ]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        held_out = torch.cat([batch(step, rank) for step in range(100, 140) for rank in range(2)])
-        losses = [m(held_out).float().square().mean().item() for m in (model, ddp.module)]
-    assert max(distances) < 0.12  # of the way gone, after 20 steps
-    # On 80 batches: on one, another seed of the rounding alone moves it by up to 1.3 %.
-    assert losses[0] == pytest.approx(losses[1], rel=0.005)
 
 
 @on_ranks(2)
@@ -710,23 +682,6 @@ def test_copies_have_no_reducer():
     twin = copy.deepcopy(ddp.module)
     assert len(twin.state_dict()) == 8
     assert not exchanges_of(twin)
-
-
-@on_ranks(2)
-def test_a_single_process_averages_nothing():
-    group = [dist.new_group([rank]) for rank in range(2)][RANK]
-    ddp, optimizer, _ = wrapped(options={"process_group": group})
-    train(ddp, optimizer, 2, 3)
-    model = model_of(RANK)
-    single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
-    for step in range(2):
-        for i in range(3):
-            backward(model, 3 * step + i)
-        single.step()
-        single.zero_grad()
-    pairs = zip(model.parameters(), ddp.module.parameters(), strict=True)
-    assert exchanges_of(ddp) == set()
-    assert all(torch.equal(p, q) for p, q in pairs)
 
 
 def test_without_a_process_group_options_are_made_all_the_same():

@@ -20,13 +20,11 @@ from tests.torch_fp8.distributed.cases.fsdp_ranks import (
     BF16,
     Block,
     attached,
-    averaged,
     batch,
     loss_of,
     model_of,
     reshard,
     sharded,
-    train,
     unshard,
     weights_of,
 )
@@ -271,9 +269,6 @@ def test_copies_and_pickles_are_plain():
     assert torch.equal(gathered.detach().view(gathered.shape) + 0, gathered.dequantize())
 
 
-"""Gathers in FP8 when shards are replaced, and whoever starts them; run by run_cases.py."""
-
-
 @on_ranks(2)
 def test_an_optimizer_that_keeps_its_states_steps_shards_as_the_whole():
     config = FP8Config()
@@ -321,23 +316,6 @@ def test_shards_that_were_replaced_are_connected_by_the_next_forward():
         assert {w.dtype for w in weights_of(unshard(model)).values()} == {dtype}
         reshard(model)
         assert attached(model) == 5
-
-
-@on_ranks(2)
-def test_weights_that_were_assigned_are_gathered():
-    model, _ = sharded(O1)
-    alone = _alone()
-    loss_of(model, batch(0))
-    reshard(model)
-    state = {name: value.detach() * 2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    assert attached(model) == 0
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.mul_(2)
-    assert loss_of(model, batch(0)) == loss_of(alone, batch(0))
-    reshard(model)
-    assert attached(model) == 5
 
 
 @on_ranks(2)
@@ -511,35 +489,3 @@ def test_transposed_weights_on_two_ranks_are_those_of_one():
                 assert sqnr_db(whole.grad / RANKS, shard.grad.full_tensor()) > 30
         output = sqnr_db(outputs[1].detach(), outputs[0].detach())
         assert output > (35 if recipe == "rowwise" else 100)
-        loss, of_one = _losses(model, alone)
-        assert loss == pytest.approx(of_one, rel=0.03)  # casts of a rank's inputs have its scale
-
-
-def _losses(model, alone):
-    """Of the last of three steps: sharded, and alone on the batches of all ranks."""
-    for one, ranks in ((model, None), (alone, range(RANKS))):
-        one.zero_grad()
-        optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)
-        loss = train(one, optimizer, range(1, 4), *([] if ranks is None else [ranks]))
-        yield averaged(loss.detach())
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_single_rank_trains_as_without_fsdp(single_process_group, recipe):
-    torch.manual_seed(0)
-    model, alone = (nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)) for _ in range(2))
-    alone.load_state_dict(model.state_dict())
-    config = FP8Config(recipe=recipe, emulate=True)
-    for one in (model, alone):
-        convert_to_float8(one, config)
-    fully_shard(model)
-    report = connect_fsdp(model, config)
-    assert report.num_gathers == (0 if recipe == "mxfp8" else 2)
-    losses = []
-    for one in (model, alone):
-        loss = one(torch.ones(4, 64)).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    model.unshard()
-    assert isinstance(model[0].weight, UnshardedFloat8Weight) == (recipe != "mxfp8")

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.comm_counter import count_communication
-from tests.internals import GROUP_SIZE, Float8Replicas, disconnect_replicas, param_groups
-from tests.rows_of_messages import pack, unpack
+from tests.internals import Float8Replicas, disconnect_replicas, param_groups
 from tests.torch_fp8.distributed.cases.fsdp_ranks import (
     BF16,
     Branches,
@@ -23,7 +22,6 @@ from tests.torch_fp8.distributed.cases.fsdp_ranks import (
 from tests.torch_fp8.distributed.ranks import RANK, RANKS, on_ranks
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import connect_fsdp
-from torch_fp8.ops import messages
 
 pytestmark = pytest.mark.long
 
@@ -40,75 +38,6 @@ def made(mesh, level="O2", policy=BF16, communication="fp8"):
 def groups_of(model):
     modules = (m for m in model.modules() if isinstance(m, FSDPModule))
     return list(dict.fromkeys(group for m in modules for group in param_groups(m)))
-
-
-class ByHand:
-    """The same exchange, written down once more: a message to each replica, and sums in order."""
-
-    def __init__(self, group, param_group):
-        self._group, self._param_group = group, param_group
-
-    def size(self):
-        return self._group.size()
-
-    def allreduce(self, tensors, options):
-        (buffer,) = tensors
-        pieces, place = {True: [], False: []}, 0
-        for param in self._param_group.fsdp_params:
-            numel = param.padded_sharded_param_size.numel()
-            eight = param._module_info.param_name == "weight" and numel > 256
-            pieces[eight].append(slice(place, place + numel))
-            place += numel
-        assert place == buffer.numel()
-        for eight, multiple in ((True, GROUP_SIZE), (False, 1)):
-            parts = [buffer[piece] for piece in pieces[eight]]
-            padded = [nn.functional.pad(p, (0, -p.numel() % multiple)) for p in parts]
-            if not padded:
-                continue
-            values = torch.cat(padded)
-            values = self._in_groups(values) if eight else self._plain(values)
-            start = 0
-            for part, wide in zip(parts, padded, strict=True):
-                part.copy_(values[start : start + part.numel()])
-                start += wide.numel()
-
-    def _gathered(self, x):
-        everybody = [torch.empty_like(x) for _ in range(self.size())]
-        dist.all_gather(everybody, x.contiguous(), group=self._group)
-        return everybody
-
-    def _in_groups(self, values):
-        layout = messages.Layout(values.numel() // GROUP_SIZE)
-        total = sum(
-            unpack(pack(part[None]), layout, torch.float32)[0][0] for part in self._gathered(values)
-        )
-        return unpack(pack((total / self.size())[None]), layout, values.dtype)[0][0]
-
-    def _plain(self, values):
-        total = sum(part.bfloat16().float() for part in self._gathered(values))
-        return (total / self.size()).bfloat16().to(values.dtype)
-
-
-@on_ranks(4)
-def test_losses_are_those_of_the_exchange_done_by_hand():
-    mesh = mesh_2d()
-    for level, policy in (("O1", MixedPrecisionPolicy()), ("O2", BF16), ("O3", BF16)):
-        runs = []
-        for by_hand in (False, True):
-            model, optimizer = made(mesh, level, policy)
-            replaced = 0
-            for group in groups_of(model):
-                ours = group.mesh_info.replicate_process_group
-                replaced += isinstance(ours, Float8Replicas)
-                if by_hand:
-                    stand_in = ByHand(ours.group, group)
-                    group.mesh_info.replicate_process_group = stand_in
-            losses = [float(train(model, optimizer, [step])) for step in range(2)]
-            runs.append((losses, [p.full_tensor() for p in model.parameters()], replaced))
-        (ours, weights, replaced), (hand, others, _) = runs
-        assert replaced == 3
-        assert ours == hand
-        assert all(map(torch.equal, weights, others))
 
 
 def gradients(mesh, level, replicas_in_8_bits, micro_batches=1, reduce=True):

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -15,18 +14,16 @@ from tests.internals import Float8Grad, make_recipe, to_float8
 from tests.torch_fp8.distributed.cases.fsdp_ranks import (
     BF16,
     Branches,
-    averaged,
     batch,
     loss_of,
     model_of,
     sharded,
-    train,
     trained,
     unshard,
     weights_of,
 )
 from tests.torch_fp8.distributed.ranks import RANK, RANKS, on_ranks, worst_sum
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import connect_fsdp
 from torch_fp8.ops.quantize import quantize
 
@@ -171,44 +168,6 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
         assert decibels >= 30, (name, count)
 
 
-@on_ranks(2)
-def test_losses_of_two_ranks_are_those_of_one():
-    for level, policy in (("O1", BF16), ("O2", None), ("O3", BF16)):
-        config = FP8Config(opt_level=level)
-        # Each rank trains alone one of the runs.
-        alone = [averaged(loss) for loss in _losses(*_alone(config), 8 * RANK, range(RANKS))]
-        runs = [
-            [averaged(x) for x in _losses(*trained(config, policy, _model()), first, (RANK,))]
-            for first in range(0, 8 * RANKS, 8)
-        ]
-        assert_alike([sum(losses) / RANKS for losses in zip(*runs, strict=True)], alone)
-
-
-def assert_alike(losses, alone):
-    assert losses == pytest.approx(alone, rel=0.05, abs=0.015 * alone[0])
-    assert sum(losses) == pytest.approx(sum(alone), rel=0.01)
-
-
-def _model():
-    return model_of(hidden=99)
-
-
-def _alone(config):
-    model = _model()
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    convert_optimizer(optimizer, config, model=model)
-    return model, optimizer
-
-
-def _losses(model, optimizer, first, ranks):
-    """Losses of 8 steps from `first` on, with the data of `ranks`."""
-    return [float(train(model, optimizer, [first + step], ranks)) for step in range(8)]
-
-
-"""What takes four ranks: two mesh dimensions, shards without rows; run by run_cases.py."""
-
-
 @on_ranks(4)
 def test_shards_of_few_rows_and_of_none():
     """33, 5, 3 and 1 rows on four ranks."""
@@ -241,27 +200,6 @@ def test_shards_of_few_rows_and_of_none():
         for ours, exact in zip(model.parameters(), alone.parameters(), strict=True):
             whole = ours.grad.full_tensor()
             assert (whole - exact.grad).norm() < 0.06 * exact.grad.norm().clamp(min=1e-9)
-
-
-@on_ranks(4)
-def test_replicas_of_shards():
-    config = FP8Config(opt_level="O2")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, optimizer = trained(config, BF16, model_of(hidden=99), mesh=mesh)
-    alone = model_of(hidden=99)
-    convert_to_float8(alone, config)
-    single = torch.optim.AdamW(alone.parameters(), lr=3e-3)
-    losses = []
-    for one, stepped, ranks in ((model, optimizer, (RANK,)), (alone, single, range(RANKS))):
-        losses.append([averaged(train(one, stepped, [step], ranks)) for step in range(8)])
-    with count_communication() as count:
-        loss_of(model, batch(0)).backward()
-    assert_alike(*losses)
-    assert [(r.kind, r.dtype, r.ranks, r.calls) for r in count.rows] == [
-        ("all-gather", torch.uint8, 2, 5 + 3),
-        ("all-reduce", torch.float32, 2, 1),
-        ("all-to-all", torch.uint8, 2, 3 + 3),  # among shards, and among replicas
-    ]
 
 
 @on_ranks(4)

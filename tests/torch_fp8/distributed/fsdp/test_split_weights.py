@@ -130,14 +130,6 @@ def test_a_second_optimizer_splits_what_it_trains():
     assert split_names(net) == {"0.weight", "2.weight"}
 
 
-def test_frozen_weights_are_left_alone():
-    net, _ = make()
-    net[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
-    split_sharded(net, [optimizer], FP8Config())
-    assert split_names(net) == {"2.weight"}
-
-
 def test_columns_are_split_too_and_an_inner_dimension_is_refused():
     net, optimizer = make(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else Shard(0))
     assert isinstance(net[2], FSDPModule)
