@@ -158,7 +158,37 @@ def run_step(
         ValueError: the model cannot run on tensors without memory.
     """
     try:
-        return _run_step(setup, level, layers, sequence)
+        ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
+        model = make_model(setup, level, layers)
+        prepare(model, setup, level, None)  # makes weights BF16 that training splits: under
+        if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
+            warnings.simplefilter("ignore")
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model.to_empty(device="cpu")
+                if hasattr(model, "tie_weights"):
+                    model.tie_weights()
+                if mesh is not None:
+                    shard(model, mesh)
+                    if level != BF16:
+                        connect_fsdp(model, setup.fp8_config(level))
+                step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
+                with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
+                    tokens = torch.zeros(
+                        (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
+                    )
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                        step.mark()
+                        living = step.living()
+                    step.release(living)
+                    loss.backward()
+                    step.mark()
+        step.ring = (setup.fsdp - 1) / setup.fsdp
+        return step
     except (LongLoop, ValueError):
         raise
     except Exception as error:
@@ -168,39 +198,3 @@ def run_step(
             "use a shorter sequence, or plan a model of the same sizes whose forward reads no "
             "values"
         ) from error
-
-
-def _run_step(
-    setup: Setup, level: str, layers: Sequence[int], sequence: int | None
-) -> FollowedStep:
-    ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
-    model = make_model(setup, level, layers)
-    prepare(model, setup, level, None)  # makes weights BF16 that training splits: under
-    if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(torch.bfloat16)
-    with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
-        warnings.simplefilter("ignore")
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
-            if hasattr(model, "tie_weights"):
-                model.tie_weights()
-            if mesh is not None:
-                shard(model, mesh)
-                if level != BF16:
-                    connect_fsdp(model, setup.fp8_config(level))
-            step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
-            with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
-                tokens = torch.zeros(
-                    (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
-                )
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                    step.mark()
-                    living = step.living()
-                step.release(living)
-                loss.backward()
-                step.mark()
-    step.ring = (setup.fsdp - 1) / setup.fsdp
-    return step
