@@ -11,7 +11,6 @@ each layer has a twin among the few (`torch_fp8_tools.plan.layers`).
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -165,28 +164,25 @@ def run_step(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
-        with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
-            warnings.simplefilter("ignore")
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                model.to_empty(device="cpu")
-                if hasattr(model, "tie_weights"):
-                    model.tie_weights()
-                if mesh is not None:
-                    shard(model, mesh)
-                    if level != BF16:
-                        connect_fsdp(model, setup.fp8_config(level))
-                step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
-                with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
-                    tokens = torch.zeros(
-                        (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
-                    )
-                    with torch.autocast("cpu", torch.bfloat16):
-                        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                        step.mark()
-                        living = step.living()
-                    step.release(living)
-                    loss.backward()
+        with fake_ranks(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()
+            if mesh is not None:
+                shard(model, mesh)
+                if level != BF16:
+                    connect_fsdp(model, setup.fp8_config(level))
+            step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
+            with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
+                size = setup.micro_batch, sequence or setup.sequence
+                tokens = torch.zeros(size, dtype=torch.long)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                     step.mark()
+                    living = step.living()
+                step.release(living)
+                loss.backward()
+                step.mark()
         step.ring = (setup.fsdp - 1) / setup.fsdp
         return step
     except (LongLoop, ValueError):
