@@ -146,6 +146,7 @@ class _Tensors(ModelTensors):
     def __init__(
         self, files: QuantizedFiles, config: FP8Config, device: torch.device, model: nn.Module
     ) -> None:
+        super().__init__()
         self._files, self._device = files, device
         self._splits = config.keeps_residuals
         homes = homes_of(model)
@@ -194,7 +195,7 @@ class _Tensors(ModelTensors):
 def _history(source: Path) -> dict[str, Tensor]:
     """Return the history of the first model that has one; a criterion may come before it."""
     file = source / _HISTORY
-    files = SafetensorsFiles(file) if file.is_file() else {}
+    files: Any = SafetensorsFiles(file) if file.is_file() else {}
     if not any(key.endswith(".amax_history") for key in files):
         raise ValueError(
             f"{str(source)!r} has no {_HISTORY}, which the hosts write next to a checkpoint: "

@@ -15,12 +15,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.optim.checkpoint import OPTIONS_KEY
-from torch_fp8.optim.state import (
-    FORMATS_KEY,
-    STATE_FORMATS,
-    decoded,
-    is_encoded,
-)
+from torch_fp8.optim.state import FORMATS_KEY, STATE_FORMATS, decoded, is_encoded
 from torch_fp8.quantization.wording import counted
 
 
@@ -91,7 +86,12 @@ def _converted(value: Any, count: list[int]) -> Any:
     """Return a copy of nested dicts and lists with float32 moments."""
     if isinstance(value, dict):
         if isinstance(value.get("state"), dict) and "param_groups" in value:
-            _check_formats(value)
+            formats = (value.get(OPTIONS_KEY) or {}).get(FORMATS_KEY, STATE_FORMATS)
+            if formats != STATE_FORMATS:
+                raise ValueError(
+                    f"its moments are in the formats {formats!r:.200}, but this version of "
+                    f"torch-fp8 reads {STATE_FORMATS}"
+                )
         plain = decoded(value) if any(is_encoded(name, value) for name in STATE_FORMATS) else value
         count[0] += sum(is_encoded(name, value) for name in STATE_FORMATS)
         result = {key: _converted(item, count) for key, item in plain.items()}
@@ -101,12 +101,3 @@ def _converted(value: Any, count: list[int]) -> Any:
     if isinstance(value, (list, tuple)) and not isinstance(value, Tensor):
         return type(value)(_converted(item, count) for item in value)
     return value
-
-
-def _check_formats(state_dict: dict[str, Any]) -> None:
-    formats = (state_dict.get(OPTIONS_KEY) or {}).get(FORMATS_KEY, STATE_FORMATS)
-    if formats != STATE_FORMATS:
-        raise ValueError(
-            f"its moments are in the formats {formats!r:.200}, but this version of torch-fp8 reads "
-            f"{STATE_FORMATS}"
-        )

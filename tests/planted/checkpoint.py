@@ -49,6 +49,12 @@ FAULTS = {
         "a shard may be one tensor too large",
         "        if shard and size + sizes[group.key] > max_shard_size:",
         "        if shard and size > max_shard_size:",
+        "tensors of a file share the memory of the model",
+        "    return copy.copy_(value.detach())\n",
+        "    return value.detach().cpu().contiguous()\n",
+        "an index names the last file for all tensors",
+        "name for name, keys in zip(names, shards, strict=True) for key in keys}",
+        "names[-1] for keys in shards for key in keys}",
     ),
     (
         "torch_fp8/checkpoint/safetensors_files.py",
@@ -76,8 +82,8 @@ FAULTS = {
         f"{_TESTS}/test_fold_smooth.py {_TESTS}/test_weight_sync.py",
     ): (
         "an engine gets the weights without Smooth-SwiGLU's factors",
-        "smooth = None if name is None or adapted_layers(model) else SmoothFold(model)",
-        "smooth = SmoothFold(model) if is_file and not adapted_layers(model) else None",
+        "smooth = SmoothFold(None if name is None or adapted_layers(model) else model)",
+        "smooth = SmoothFold(model if is_file and not adapted_layers(model) else None)",
     ),
     ("torch_fp8/checkpoint/export_plan.py", f"{_TESTS}/test_weight_sync.py"): (
         "weights that share memory are sent to an engine under each name",

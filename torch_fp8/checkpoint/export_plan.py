@@ -14,7 +14,7 @@ weights, and the report says so. Other formats get BF16.
 Each `FoldedTensor` computes its tensors when they are asked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,7 +63,14 @@ _NOT_EXACT = (
 
 
 class ModelTensors:
-    """The values of a model's tensors, from the model; subclasses read other sources."""
+    """The values of a model's tensors, from the model; subclasses read other sources.
+
+    Args:
+        read: the function that returns the stored values of a tensor.
+    """
+
+    def __init__(self, read: Callable[[Tensor], Tensor] = stored) -> None:
+        self._read = read
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor's values are stored.
@@ -72,7 +79,7 @@ class ModelTensors:
             key: the tensor's name.
             tensor: the tensor of the model.
         """
-        return stored(tensor).dtype
+        return self._read(tensor).dtype
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         """Return a tensor's values.
@@ -89,7 +96,7 @@ class ModelTensors:
                 f"'{key}' has no values in this process (on the meta device, or offloaded); load "
                 "it first"
             )
-        return stored(tensor)
+        return self._read(tensor)
 
 
 class Exact(NamedTuple):
@@ -123,12 +130,15 @@ class FoldedTensor:
     form: ExportFormat | Exact | torch.dtype
     source: ModelTensors
     fold: AdapterFold
-    smooth: SmoothFold | None = None
+    smooth: SmoothFold
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for all parts."""
-        form, value = self.form, self._value()
+        form = self.form
+        value = self.source.values(self.key, self.tensor, self.layer)
+        value = self.fold(self.module, value, self.key.rpartition(".")[2])
+        value = self.smooth.weight(self.layer, value)
         if isinstance(form, torch.dtype):
             value = dequantized(value)  # FP8 if it belongs to a paused layer
             for part in self.parts:
@@ -149,14 +159,6 @@ class FoldedTensor:
                 raise ValueError(f"'{self.key}' {form.otherwise}")
             is_transposed = self.layer is not None and self.layer.fp8.transposed
             yield part.name, plain.t() if is_transposed else plain  # (N, K) -> as stored
-
-    def _value(self) -> Tensor:
-        """Return the tensor as it is stored, with all that is folded into it."""
-        value = self.source.values(self.key, self.tensor, self.layer)
-        value = self.fold(self.module, value, self.key.rpartition(".")[2])
-        if self.layer is None or self.smooth is None:
-            return value
-        return self.smooth.weight(self.layer, value)
 
     def _payloads(self, weight: Tensor, recast: bool) -> Iterator[QuantizedTensor]:
         """Yield the parts (N, K) as training multiplies by them.
@@ -189,7 +191,7 @@ class FoldedTensor:
         With delayed scaling the layer's history applies, unless factors are folded in, which it
         does not include.
         """
-        is_folded = self.smooth is not None and layer in self.smooth
+        is_folded = layer in self.smooth
         known = layer.fp8.recipe.delayed and layer.fp8.scales_known and not is_folded
         scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
         quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
@@ -218,7 +220,7 @@ class FoldedTensor:
                 "export"
             )
         scale = delayed_scale(past, layer.fp8.recipe.input.format, config.margin)
-        return scale if self.smooth is None else self.smooth.input_scale(layer, scale)
+        return self.smooth.input_scale(layer, scale)
 
 
 @dataclass
@@ -268,7 +270,7 @@ def plan_export(
     """
     source = source or ModelTensors()
     is_file = name is not None and in_bf16 is None
-    smooth = None if name is None or adapted_layers(model) else SmoothFold(model)
+    smooth = SmoothFold(None if name is None or adapted_layers(model) else model)
     places = list(fold.walk(model))
     layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
     if not paused:

@@ -202,15 +202,15 @@ class _Factors(NamedTuple):
 
 
 class SmoothFold:
-    """The factors of a model's gated MLPs, from their last forwards.
+    """The factors of a model's gated MLPs, from their last forwards; none without a model.
 
     It skips MLPs in which a layer does not run in FP8 or has an adapter, or whose up projection has
     a bias, and MLPs of which only compiled forwards have run, because these store no factors.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._factors: dict[nn.Module, _Factors] = {}
-        for _, module, spec in gated_mlps(model):
+    def __init__(self, model: nn.Module | None) -> None:
+        self._factors: dict[object, _Factors] = {}
+        for _, module, spec in gated_mlps(model) if model is not None else ():
             up = getattr(module, spec.inputs[-1])  # or one layer for gate and up
             down = getattr(module, spec.down)
             if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):
@@ -229,8 +229,8 @@ class SmoothFold:
     def __contains__(self, layer: object) -> bool:
         return layer in self._factors
 
-    def weight(self, layer: Float8Layer, weight: Tensor) -> Tensor:
-        """Return a layer's stored weight with its factors."""
+    def weight(self, layer: Any, weight: Tensor) -> Tensor:
+        """Return the stored weight of an FP8 layer, or of None, with its factors."""
         factors = self._factors.get(layer)
         if factors is None:
             return weight

@@ -11,7 +11,7 @@ needed. Files are named and filled as by transformers' ``save_pretrained``.
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch_fp8.checkpoint.whole_folder import check_space
 from torch_fp8.tensor.frozen_payload import FP8Weight, scale_grid
 
 
-class SafetensorsFiles(Mapping[str, Tensor]):
+class SafetensorsFiles:
     """The tensors of a checkpoint by key; each access reads the tensor from its file again.
 
     Args:
@@ -52,9 +52,6 @@ class SafetensorsFiles(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _files(path: Path) -> list[Path]:
@@ -215,12 +212,9 @@ class QuantizedFiles(SafetensorsFiles):
         """Read a tensor, or an FP8 weight with its scales."""
         if key not in self.fp8:
             return self[key]
-        return FP8Weight(self[key], self.scale(key), self.fp8[key][1])
-
-    def scale(self, key: str) -> Tensor:
-        """Read the scales of an FP8 weight as a float32 grid, from any stored dtype."""
         scale_key, block = self.fp8[key]
-        return _float32(self[scale_key]).reshape(scale_grid(self.shape(key), block))
+        scale = _float32(self[scale_key]).reshape(scale_grid(self.shape(key), block))
+        return FP8Weight(self[key], scale, block)
 
     def _checked(self) -> Iterator[tuple[str, tuple[str, tuple[int, int]]]]:
         """Check all scales before anything is loaded, and yield the entries of `fp8`."""

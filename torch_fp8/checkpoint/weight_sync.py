@@ -8,7 +8,6 @@ requested. The base is only read, so it never changes, however often you sync.
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from torch_fp8.checkpoint.export import fold_of, unwrapped
@@ -61,27 +60,16 @@ def weights_for_engine(
                 f"{module.fp8.recipe.name!r}; convert the model with recipe='blockwise', or start "
                 "an engine in BF16"
             )
+    whole = ModelTensors(lambda tensor: tensor)  # with the bits below BF16 of split weights
     if engine == "fine-grained":
         plan = plan_export(root, engine, fold, paused=True)
     elif engine == "bf16":
-        plan = plan_export(root, None, fold, _WholeTensors())
+        plan = plan_export(root, None, fold, whole)
     else:
-        plan = plan_export(
-            root, "fine-grained", fold, _WholeTensors(), in_bf16=_IN_BF16, paused=True
-        )
+        plan = plan_export(root, "fine-grained", fold, whole, in_bf16=_IN_BF16, paused=True)
         for name, reason in plan.kept:
             raise ValueError(
                 f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
                 f"convert the model with {name!r} in skip, and make the engine skip it too"
             )
     return ((name, value.detach()) for each in plan.groups for name, value in each.tensors())
-
-
-class _WholeTensors(ModelTensors):
-    """The values of a model's tensors with the bits below BF16, which split weights have."""
-
-    def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
-        return tensor.dtype
-
-    def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
-        return tensor

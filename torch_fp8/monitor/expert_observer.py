@@ -123,6 +123,10 @@ class TokenCounter:
         self.size = count if isinstance(count, int) else _num_held(module)
         self.counts: Tensor | None = None
 
+    def names(self) -> list[tuple[str, str]]:
+        """Return (name, qualified name) of each fused weight."""
+        return [(key, f"{self.name}.{key}".lstrip(".")) for key in self.module.fp8_weight_names]
+
     def add(self, top_k_index: Tensor) -> None:
         """Count a router's choice; values of E and above belong to no expert of this rank."""
         with apart():
@@ -163,25 +167,15 @@ class ExpertModules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = model.named_modules()
-        self._named = [
-            (unwrapped_name(name), m) for name, m in named if isinstance(m, Float8Experts)
-        ]
-        self.weights = [
-            (f"{name}.{key}".lstrip("."), ExpertWeight(module, key))
-            for name, module in self._named
-            for key in module.fp8_weight_names
-        ]
-        self._counters = [TokenCounter(name, module) for name, module in self._named]
-        for counter in self._counters:
-            counter.module.fp8.tokens = counter
+        self._counters: list[TokenCounter] = []
+        self.weights: list[tuple[str, ExpertWeight]] = []
+        for name, module in model.named_modules():
+            if isinstance(module, Float8Experts):
+                module.fp8.tokens = counter = TokenCounter(unwrapped_name(name), module)
+                self._counters.append(counter)
+                self.weights += [(n, ExpertWeight(module, key)) for key, n in counter.names()]
         self.counts: list[Tensor] = []
         """The tokens of each module's experts in the last measured step, over all ranks."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the weights, or None without experts."""
-        return self.weights[0][1].weight.device if self.weights else None
 
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """Return the measured kinds; see `torch_fp8.monitor.parameters.kinds_of`."""
@@ -192,17 +186,16 @@ class ExpertModules:
                 kinds[f"{name}/{WEIGHT}"] = WORST
             if of_weight.weight.requires_grad:
                 kinds[f"{name}/update"] = UPDATE
-        return kinds | {f"{name}/{EXPERTS}": TOKENS for name, _ in self._named}
+        return kinds | {f"{counter.name}/{EXPERTS}": TOKENS for counter in self._counters}
 
     def observe(self, step: Observation | None) -> None:
         """Show the GEMMs' operands to an observation from now on; None stops it."""
-        for name, module in self._named:
-            if isinstance(module, Float8Experts):  # it may have been reverted meanwhile
-                module.fp8.observers = None
+        for counter in self._counters:
+            if isinstance(counter.module, Float8Experts):  # it may have been reverted meanwhile
+                counter.module.fp8.observers = None
                 if step is not None:
-                    keys = module.fp8_weight_names
-                    named = {k: ExpertObserver(step, f"{name}.{k}".lstrip(".")) for k in keys}
-                    module.fp8.observers = ExpertObservers(named)
+                    named = {key: ExpertObserver(step, name) for key, name in counter.names()}
+                    counter.module.fp8.observers = ExpertObservers(named)
 
     def remove(self) -> None:
         """Stop counting."""

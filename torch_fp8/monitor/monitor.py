@@ -100,8 +100,7 @@ class Monitor:
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
         self._experts = ExpertModules(model)
-        weights: list[tuple[str, Any]] = [*self._layers, *self._experts.weights]
-        self._trained = [(name, owner) for name, owner in weights if owner.weight.requires_grad]
+        self._weights: list[tuple[str, Any]] = [*self._layers, *self._experts.weights]
         kinds = kinds_of(self._layers, self._mlps, config.monitor_probes)
         self.series = Series(kinds | self._experts.kinds())
         self.fallback = Fallback(self._layers, self._mlps, config)
@@ -244,7 +243,7 @@ class Monitor:
         parts: tuple[Callable[[], Iterable[tuple[str, Tensor]]], ...] = (
             lambda: look_at_histories(self._layers, self._reported),
             lambda: look_at_saturation(self._layers, self._reported),
-            lambda: look_at_updates(self._trained, self._optimizers),
+            lambda: look_at_updates(self._weights, self._optimizers),
             lambda: look_at_gated_mlps(self._mlps),
             lambda: self._experts.look_at_tokens(self._device),
         )
@@ -296,9 +295,8 @@ class Monitor:
     @property
     def _device(self) -> torch.device:
         """Return the model's present device."""
-        if self._layers:
-            return self._layers[0][1].weight.device
-        return self._experts.device or torch.device("cpu")
+        devices = (owner.weight.device for _, owner in self._weights)
+        return next(devices, torch.device("cpu"))
 
     def _notice_compiled(self) -> None:
         if not self._eager:

@@ -11,7 +11,6 @@ each layer has a twin among the few (`torch_fp8_tools.plan.layers`).
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -158,31 +157,14 @@ def run_step(
         ValueError: the model cannot run on tensors without memory.
     """
     try:
-        return _run_step(setup, level, layers, sequence)
-    except (LongLoop, ValueError):
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"no step of {type(setup.config).__name__} can be counted, because its model fails on "
-            f"tensors without memory: {type(error).__name__}: {error}. Complete the configuration, "
-            "use a shorter sequence, or plan a model of the same sizes whose forward reads no "
-            "values"
-        ) from error
-
-
-def _run_step(
-    setup: Setup, level: str, layers: Sequence[int], sequence: int | None
-) -> FollowedStep:
-    ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
-    model = make_model(setup, level, layers)
-    prepare(model, setup, level, None)  # makes weights BF16 that training splits: under
-    if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(torch.bfloat16)
-    with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
-        warnings.simplefilter("ignore")
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
+        model = make_model(setup, level, layers)
+        prepare(model, setup, level, None)  # makes weights BF16 that training splits: under
+        if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        with fake_ranks(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             if hasattr(model, "tie_weights"):
                 model.tie_weights()
@@ -192,9 +174,8 @@ def _run_step(
                     connect_fsdp(model, setup.fp8_config(level))
             step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
             with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
-                tokens = torch.zeros(
-                    (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
-                )
+                size = setup.micro_batch, sequence or setup.sequence
+                tokens = torch.zeros(size, dtype=torch.long)
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                     step.mark()
@@ -202,5 +183,14 @@ def _run_step(
                 step.release(living)
                 loss.backward()
                 step.mark()
-    step.ring = (setup.fsdp - 1) / setup.fsdp
-    return step
+        step.ring = (setup.fsdp - 1) / setup.fsdp
+        return step
+    except (LongLoop, ValueError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"no step of {type(setup.config).__name__} can be counted, because its model fails on "
+            f"tensors without memory: {type(error).__name__}: {error}. Complete the configuration, "
+            "use a shorter sequence, or plan a model of the same sizes whose forward reads no "
+            "values"
+        ) from error

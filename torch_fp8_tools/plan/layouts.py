@@ -8,7 +8,6 @@ that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B, of GPT
 """
 
 import contextlib
-import difflib
 import io
 import json
 import re
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fp8.quantization.wording import suggestion
 from torch_fp8_tools.host_models import imported, missing_package, model_folder
 
 
@@ -165,11 +165,10 @@ def _from_name(model: Any) -> Any:
     path = model_folder(model) or Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        near = difflib.get_close_matches(str(model).lower(), PRESETS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"{str(model)!r} is neither a preset, nor a folder with a config.json, nor a model in "
-            f"the cache of the Hugging Face hub.{hint} Presets: {', '.join(PRESETS)}"
+            f"the cache of the Hugging Face hub{suggestion(model, PRESETS)}. Presets: "
+            f"{', '.join(PRESETS)}"
         )
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """The models of a run, built on the meta device, converted by this package, and sharded."""
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -41,10 +40,7 @@ def make_model(setup: Setup, level: str, layers: Sequence[int]) -> nn.Module:
         peft = imported("peft", "LoRA's adapters are made by peft")
         adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear")
         model = peft.get_peft_model(model.to(torch.bfloat16), adapters, low_cpu_mem_usage=True)
-    if level == BF16:
-        return model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    if level != BF16:
         convert_to_float8(model, unscheduled(setup.fp8_config(level)), device="cpu")
     return model
 
@@ -55,13 +51,11 @@ def prepare(model: nn.Module, setup: Setup, level: str, mesh: DeviceMesh | None)
         shard(model, mesh)
     config = None if level == BF16 else setup.fp8_config(level)
     optimizers = [AdamW([p for p in model.parameters() if p.requires_grad])]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if config is not None and config.opt_level != "O1":
-            if mesh is None:
-                convert_optimizer(optimizers[0], config, model=model)
-            else:
-                split_sharded(model, optimizers, config)
+    if config is not None and config.opt_level != "O1":
+        if mesh is None:
+            convert_optimizer(optimizers[0], config, model=model)
+        else:
+            split_sharded(model, optimizers, config)
     if config is not None and mesh is not None:
         connect_fsdp(model, config)
     return optimizers

@@ -27,9 +27,8 @@ class Topic(NamedTuple):
         statistic, kinds: the statistic and the kinds of tensors; of several kinds of a layer the
             worst is drawn.
         small_is_bad: whether small values are the bad ones.
-        logarithmic: whether the colour scale is logarithmic.
         unit: the unit after numbers; shares are shown in percent.
-        scale: the lowest and highest value of the colour scale.
+        scale: the lowest and highest value of the colour scale, logarithmic if it begins above 0.
         meaning: a sentence after the title.
     """
 
@@ -40,7 +39,6 @@ class Topic(NamedTuple):
     meaning: str
     unit: str = ""
     small_is_bad: bool = False
-    logarithmic: bool = False
 
 
 _OPERANDS = ("input", "weight", "grad_output")
@@ -59,7 +57,6 @@ TOPICS = (
         "Gradients: how far the cast turns them",
         "direction_error",
         ("grad_output",),
-        logarithmic=True,
         scale=(3e-4, 1.0),
         meaning="1 - cos of the gradient of a layer's output and its cast. Well-scaled E5M2 has "
         "0.0014, E4M3 0.0004.",
@@ -68,7 +65,6 @@ TOPICS = (
         "Underflow: values that become zero",
         "underflow",
         _OPERANDS,
-        logarithmic=True,
         unit=" %",
         scale=(1e-4, 1.0),
         meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor "
@@ -78,7 +74,6 @@ TOPICS = (
         "Outlier channels",
         "outliers",
         ("input",),
-        logarithmic=True,
         unit="x",
         scale=(1.0, 1e4),
         meaning="The largest channel of a layer's input over the median channel. With one scale "
@@ -97,7 +92,6 @@ TOPICS = (
         "Saturation: values beyond the payload",
         "saturation",
         _OPERANDS,
-        logarithmic=True,
         unit=" %",
         scale=(1e-5, 1.0),
         meaning="The share of elements that are too large for the payload, in the worst tensor "
@@ -212,7 +206,7 @@ def draw_map(heat: HeatMap) -> bytes:
 def colours_of(heat: HeatMap) -> tuple[Any, Any]:
     """Return a map's norm and colours: red begins at the strictest bound."""
     colors, topic = imported("matplotlib.colors", _WHY), heat.topic
-    norm = (colors.LogNorm if topic.logarithmic else colors.Normalize)(*topic.scale)
+    norm = (colors.LogNorm if topic.scale[0] > 0 else colors.Normalize)(*topic.scale)
     strict = (max if topic.small_is_bad else min)(heat.bounds, default=math.inf)
     red = float(norm(strict)) if topic.scale[0] < strict < topic.scale[1] else 0.8
     red = 1 - red if topic.small_is_bad else red

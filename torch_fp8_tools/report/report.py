@@ -35,21 +35,20 @@ def write_figures(record: RunRecord, folder: Path) -> list[Path]:
 
     Args:
         record: the record of the run.
-        folder: the folder for the files; it is created if it does not exist.
+        folder: the folder for the files; it is created for the first one.
     Returns:
         The files.
     Raises:
         ImportError: matplotlib is missing.
     """
-    pictures: dict[str, bytes] = {}
+    written = []
     for topic in TOPICS:
         heat = heat_map(record, topic)
         if heat is not None and not heat.is_blank:
-            pictures[topic.statistic] = draw_map(heat)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{key}.png" for key in pictures]
-    for path, picture in zip(written, pictures.values(), strict=True):
-        path.write_bytes(picture)
+            picture = draw_map(heat)
+            folder.mkdir(parents=True, exist_ok=True)
+            written.append(folder / f"{topic.statistic}.png")
+            written[-1].write_bytes(picture)
     return written
 
 

@@ -282,17 +282,32 @@ def test_files_are_sharded_as_save_pretrained_does_it(tmp_path):
     export(model, tmp_path / "one")
     export(model, tmp_path / "many", max_shard_size="100KB")
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(files) > 3
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     for name in files:
         assert (tmp_path / "many" / name).stat().st_size < 104_000
         with safe_open(tmp_path / "many" / name, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+            assert {*opened.keys()} == {
+                k for k, file in index["weight_map"].items() if file == name
+            }
     one, many = _read(tmp_path / "one"), _read(tmp_path / "many")
     assert index["weight_map"].keys() == one.keys() == many.keys()
     assert all(torch.equal(_bytes(one[key]), _bytes(many[key])) for key in one)
     assert index["metadata"]["total_size"] == sum(_bytes(t).numel() for t in one.values())
+
+
+def test_a_weight_of_two_norms_is_written_under_both_names(tmp_path):
+    """The safetensors library refuses tensors that share memory."""
+    model = _trained("blockwise", steps=0)
+    layers = model.model.layers
+    layers[1].input_layernorm.weight = layers[0].input_layernorm.weight
+    export(model, tmp_path / "out")
+    written = _read(tmp_path / "out")
+    for i in (0, 1):
+        key = f"model.layers.{i}.input_layernorm.weight"
+        assert torch.equal(written[key], layers[0].input_layernorm.weight.bfloat16())
 
 
 def _bytes(tensor):

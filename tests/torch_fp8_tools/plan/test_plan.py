@@ -178,7 +178,7 @@ def test_an_unknown_option_is_a_type_error_that_names_the_nearest():
 
 
 def test_models_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"Did you mean 'llama-3\.1-8b'"):
+    with pytest.raises(ValueError, match=r"did you mean 'llama-3\.1-8b'"):
         plan("Llama3.1-8B")
     with pytest.raises(ValueError, match="neither a preset, nor a folder"):
         plan(str(tmp_path))
