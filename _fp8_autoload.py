@@ -2,8 +2,9 @@
 
 torch calls `load`, an entry point of ``torch.backends``, at the end of ``import torch``. A finder
 in front of ``sys.meta_path`` calls our function for each module of `EXTENSIONS` after its import.
-An exception here would break ``import torch`` in a whole environment, so this module only uses the
-standard library and raises nothing (a failure is one warning). It may be called twice.
+An exception here would break ``import torch`` in a whole environment, so this module, like
+`_fp8_points`, only uses the standard library, and it raises nothing (a failure is one warning). It
+may be called twice.
 """
 
 import contextlib
@@ -13,25 +14,13 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-_LIGHTNING, _ACCELERATE = "lightning_fp8._register", "accelerate_fp8._register"
-_PRECISION = "fabric.plugins.precision.precision"
-_CONNECTOR = "trainer.connectors.accelerator_connector"
-_WRAPPED = (
-    *("accelerate.utils.imports", "accelerate.state", "accelerate.accelerator"),
-    *("accelerate.commands.config.cluster", "transformers.generation.utils", "trl.models.utils"),
-    *("transformers.modeling_utils", "transformers.training_args", "transformers.trainer"),
-    *("trl.generation.vllm_generation", "trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"),
-)
+from _fp8_points import POINTS
 
-EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended where it is defined
-    **{f"lightning{m}{_PRECISION}": f"{_LIGHTNING}:extend_precision_choices" for m in "._"},
-    **{f"lightning{m}fabric.connector": f"{_LIGHTNING}:extend_connector" for m in "._"},
-    f"lightning.pytorch.{_CONNECTOR}": f"{_LIGHTNING}:extend_connector",
-    f"pytorch_lightning.{_CONNECTOR}": f"{_LIGHTNING}:extend_connector",
-    **dict.fromkeys(_WRAPPED, f"{_ACCELERATE}:extend"),
-    "peft.tuners.tuners_utils": f"{_ACCELERATE}:extend_tuners",
-    "peft.utils.save_and_load": f"{_ACCELERATE}:extend_adapter_state",
+EXTENSIONS = {
+    name: f"{'lightning' if 'lightning' in name else 'accelerate'}_fp8._register:extend"
+    for name in POINTS
 }
+"""The function that extends each module; a copied name is extended where it is defined."""
 
 
 class ExtensionFinder:
@@ -51,28 +40,13 @@ class ExtensionFinder:
             others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
             spec = next(filter(None, (f.find_spec(fullname, path, target) for f in others)), None)
             if spec is not None:
-                self._extend_after_exec(spec)
+                self._extend_after_import(spec)
             return spec
         except Exception as error:  # the import system asks them itself, and reports it
             self.status[fullname] = f"{type(error).__name__}: {error}"
             return None
         finally:
             self._searching.discard(fullname)
-
-    def _extend_after_exec(self, spec: Any) -> None:
-        """Set `exec_module` on the loader's instance, which keeps its type, get_source etc."""
-        loader, original = spec.loader, getattr(spec.loader, "exec_module", None)
-        if original is None or not hasattr(loader, "__dict__"):
-            self._extend_after_import(spec)
-            return
-
-        def exec_module(module: Any) -> None:
-            vars(loader).pop("exec_module", None)  # the loader is stock again
-            original(module)
-            self.fire(module.__name__, module)
-
-        vars(loader).setdefault("exec_module", exec_module)  # one loader may serve many modules
-        spec._fp8_watches = True
 
     def _extend_after_import(self, spec: Any) -> None:
         """Give `spec` a class that notices how the import system sets `_initializing` to False."""

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import _fp8_autoload
@@ -124,8 +123,9 @@ def _failed_extension(host: str) -> str | None:
                 f"Write `import {host}_fp8` after the other imports of the script"
             )
         return (
-            f"{name} of {_installed(package)} could not be extended ({status}). Install a version "
-            "listed in the README, or call torch_fp8.convert_to_float8(model)"
+            f"{name} of {package} {sys.modules[package].__version__} could not be extended "
+            f"({status}). Install a version listed in the README, or call "
+            "torch_fp8.convert_to_float8(model)"
         )
     return None
 
@@ -194,13 +194,6 @@ def _accelerator_precision() -> str | None:
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     precision = getattr(state, "_shared_state", {}).get("_mixed_precision")
     return None if precision is None else str(precision)
-
-
-def _installed(package: str) -> str:
-    try:
-        return f"{package} {version(package.replace('_', '-'))}"
-    except PackageNotFoundError:
-        return package
 
 
 def _is_rank_zero() -> bool:

@@ -31,72 +31,49 @@ DISTRIBUTIONS = {
 }
 """The distributions that contain each top-level module."""
 
-_CONNECTOR = {"__init__": "init", "_check_and_init_precision": "check_and_init_precision"}
-_FABRIC = {f"_Connector.{name}": ours for name, ours in _CONNECTOR.items()}
-_TRAINER = {f"_Accelerator{name[1:]}": ours for name, ours in _FABRIC.items()}
-_CHOICES = {"_PRECISION_INPUT_STR": ""}
-_ROLLOUTS = {
-    "_generate_single_turn": "generate_single_turn",
-    "_generate_and_score_completions": "generate_and_score_completions",
-    "_get_per_token_logps_and_entropies": "per_token_logps",
-    "compute_loss": "compute_loss",
-    "log": "log",
-}
 
-POINTS: dict[str, dict[str, str]] = {
-    "lightning.fabric.plugins.precision.precision": _CHOICES,
-    "lightning.fabric.connector": _FABRIC,
-    "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
-    "lightning_fabric.plugins.precision.precision": _CHOICES,
-    "lightning_fabric.connector": _FABRIC,
-    "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER,
-    "accelerate.utils.imports": {"is_fp8_available": "is_fp8_available"},
-    "accelerate.state": {
-        "is_fp8_available": "",
-        "check_cuda_fp8_capability": "check_cuda_fp8_capability",
-        "AcceleratorState.__init__": "init_state",
-    },
-    "accelerate.accelerator": {
-        "Accelerator.__init__": "init",
-        "Accelerator.prepare": "prepare",
-        "Accelerator.prepare_model": "prepare_model",
-        "Accelerator.prepare_optimizer": "prepare_optimizer",
-        "Accelerator._prepare_fsdp2": "prepare_fsdp2",
-        "Accelerator.unwrap_model": "unwrap_model",
-        "Accelerator.get_state_dict": "get_state_dict",
-        "Accelerator.backward": "backward",
-        "Accelerator.clip_grad_norm_": "clip_grad_norm_",
-        "Accelerator.fp8_backend": "fp8_backend",
-    },
-    "accelerate.commands.config.cluster": {"_ask_options": "ask_backend", "is_fp8_available": ""},
-    "transformers.training_args": {"TrainingArguments.__post_init__": "post_init"},
-    "transformers.generation.utils": {"GenerationMixin.generate": "generate"},
-    "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": "save_pretrained"},
-    "transformers.trainer": {
-        "Trainer.create_accelerator_and_postprocess": "create_accelerator",
-        "Trainer._save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
-        "Trainer._load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
-        "Trainer._wrap_model": "wrap_model",
-        "Trainer._save": "save",
-    },
-    "trl.models.utils": {"prepare_fsdp": "prepare_fsdp"},
-    "trl.generation.vllm_generation": {"VLLMGeneration.sync_weights": "sync_weights"},
-    **{
-        f"trl.trainer.{name.lower()}_trainer": {
-            "prepare_fsdp": "",
-            **{f"{name}Trainer.{method}": ours for method, ours in _ROLLOUTS.items()},
-        }
-        for name in ("GRPO", "RLOO")
-    },
+def _methods(cls: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{cls}.{name}" for name in names.split())
+
+
+_CONNECTOR = "trainer.connectors.accelerator_connector"
+_CHOICE = "__init__ _check_and_init_precision"
+_ROLLOUTS = (
+    "_generate_single_turn _generate_and_score_completions _get_per_token_logps_and_entropies "
+    "compute_loss log"
+)
+
+POINTS: dict[str, tuple[str, ...]] = {
+    "lightning.fabric.connector": _methods("_Connector", _CHOICE),
+    f"lightning.pytorch.{_CONNECTOR}": _methods("_AcceleratorConnector", _CHOICE),
+    "lightning_fabric.connector": _methods("_Connector", _CHOICE),
+    f"pytorch_lightning.{_CONNECTOR}": _methods("_AcceleratorConnector", _CHOICE),
+    "accelerate.utils.imports": ("is_fp8_available",),
+    "accelerate.state": ("check_cuda_fp8_capability", "AcceleratorState.__init__"),
+    "accelerate.accelerator": _methods(
+        "Accelerator",
+        "__init__ prepare prepare_model prepare_optimizer _prepare_fsdp2 unwrap_model "
+        "get_state_dict backward clip_grad_norm_ fp8_backend",
+    ),
+    "accelerate.commands.config.cluster": ("_ask_options",),
+    "transformers.training_args": ("TrainingArguments.__post_init__",),
+    "transformers.generation.utils": ("GenerationMixin.generate",),
+    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
+    "transformers.trainer": _methods(
+        "Trainer",
+        "create_accelerator_and_postprocess _save_optimizer_and_scheduler "
+        "_load_optimizer_and_scheduler _wrap_model _save",
+    ),
+    "trl.models.utils": ("prepare_fsdp",),
+    "trl.generation.vllm_generation": ("VLLMGeneration.sync_weights",),
+    "trl.trainer.grpo_trainer": _methods("GRPOTrainer", _ROLLOUTS),
+    "trl.trainer.rloo_trainer": _methods("RLOOTrainer", _ROLLOUTS),
+    "peft.tuners.tuners_utils": ("BaseTuner._unload_and_optionally_merge",),
+    "peft.utils.save_and_load": ("get_peft_model_state_dict",),
 }
-"""The dotted names in each module, each with our function that replaces it and receives the
-original; empty if a name is a copy or is extended in another way.
+"""The dotted names in each module that our functions replace, which receive the original. Ours
+have the same names, without underscores at their ends.
 """
-
-
-def wrapped(module: str) -> dict[str, str]:
-    """Return the names in a module that our functions replace."""
-    return {name: ours for name, ours in POINTS[module].items() if ours}
 
 
 def refusal(package: str) -> str | None:
@@ -146,9 +123,10 @@ def wrap(
             `package`; or None for those of the module in `POINTS`.
     """
     originals = []
-    for dotted, function in (wrapped(holder.__name__) if names is None else names).items():
+    for dotted in POINTS[holder.__name__] if names is None else names:
         *path, name = dotted.split(".")
         owner = functools.reduce(getattr, path, holder)
+        function = name.strip("_") if names is None else names[dotted]
         originals.append((owner, name, function, getattr(owner, name)))
 
     def extended(original: Any, function: Any) -> Any:
@@ -175,15 +153,10 @@ def wrap(
                 vars(module)[name] = ours
 
 
-def refuse_when(
-    wanted: Wanted,
-    holder: Any,
-    name: str,
-    line: str,
-) -> None:
-    """Make a method of a host that is too old raise ImportError(`line`) if `wanted`."""
+def refuse_when(wanted: Wanted, module: Any, line: str) -> None:
+    """Make the first extension point of a host that is too old raise ImportError(`line`)."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ImportError(line)
 
-    wrap(holder, "", wanted, {name: refuse})
+    wrap(module, "", wanted, {POINTS[module.__name__][0]: refuse})

@@ -13,31 +13,29 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from _fp8_points import POINTS, Wanted, refusal, refuse_when, wrap
+from _fp8_points import Wanted, refusal, refuse_when, wrap
 
 _STANDARD, _ADAPTERS = __name__, "accelerate_fp8.adapters"
 _TRAINER, _ROLLOUTS = "accelerate_fp8.trainer", "accelerate_fp8.rollouts"
 _REFUSING = ("accelerate.accelerator", "transformers.training_args")
 """Modules whose first extension point raises the refusal of a host that is too old."""
 _UNCHECKED = (
-    "accelerate.utils.imports",
-    "transformers.generation.utils",
-    "transformers.modeling_utils",
+    *("accelerate.utils.imports", "transformers.generation.utils"),
+    *("transformers.modeling_utils", "peft.tuners.tuners_utils", "peft.utils.save_and_load"),
 )
 """Modules that are extended in any version, because the flag is accepted or FP8 runs without it."""
 
 
-_BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
+BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
 def asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the arguments or the launcher request this engine's FP8."""
     handlers = kwargs.get("kwargs_handlers") or ()
     theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
-    theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", ENGINE)
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
-    asked = launched_with_fp8() or any(value.lower() == "fp8" for value in given)
-    return asked and not theirs
+    theirs = theirs or os.environ.get(BACKEND_VARIABLE, "") not in ("", ENGINE)
+    given = [str(value).lower() for value in (*args, *kwargs.values())]
+    return (launched_with_fp8() or "fp8" in given) and not theirs
 
 
 def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,7 +77,7 @@ def check_cuda_fp8_capability(original: Any) -> bool:
     return bool(import_module("accelerate_fp8.backend").PRECISION_KEPT.get() or original())
 
 
-def init_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Extend ``AcceleratorState.__init__``: read the environment again.
 
     `notebook_launcher` requests FP8 there long after torch was imported.
@@ -88,7 +86,7 @@ def init_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
 
 
-def ask_backend(
+def ask_options(
     original: Any, question: str, options: Any, convert_value: Any, default: int = 0
 ) -> Any:
     """Extend the menu of ``accelerate config``: list this engine first among the FP8 backends."""
@@ -124,11 +122,6 @@ def _may_be_frozen(*_: Any) -> bool:
     return "torch_fp8.nn.frozen_storage" in sys.modules
 
 
-def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    fp8 = getattr(layer.get_base_layer(), "fp8", None)
-    return getattr(fp8, "frozen", None) is not None
-
-
 _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "accelerate.utils.imports": (_STANDARD, lambda *_: True),
     "accelerate.state": (_STANDARD, lambda *_: True),
@@ -142,6 +135,8 @@ _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "trl.generation.vllm_generation": ("accelerate_fp8.engine_sync", _of_accelerator),
     "trl.trainer.grpo_trainer": (_ROLLOUTS, _of_accelerator),
     "trl.trainer.rloo_trainer": (_ROLLOUTS, _of_accelerator),
+    "peft.tuners.tuners_utils": (_ADAPTERS, _may_be_frozen),
+    "peft.utils.save_and_load": (_ADAPTERS, _may_be_frozen),
 }
 """The module of our functions for each of the hosts', and the function that wants them."""
 
@@ -163,33 +158,24 @@ def extend(module: Any) -> None:
             cls = "GRPOTrainer" if "grpo" in name else "RLOOTrainer"
             wrap(module, package, wanted, {f"{cls}.log": "say_unmeasured"})
     elif name in _REFUSING:
-        refuse_when(asks_for_fp8, module, next(iter(POINTS[name])), too_old)
+        refuse_when(asks_for_fp8, module, too_old)
+    if name == "peft.tuners.tuners_utils":
+        _extend_layers(module.BaseTunerLayer)
 
 
-def extend_tuners(module: Any) -> None:
+def _extend_layers(base: Any) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers for bases that are stored only in FP8."""
-    base: Any = module.BaseTunerLayer
-    names = {"BaseTuner._unload_and_optionally_merge": "unload"}
-    wrap(module, _ADAPTERS, _may_be_frozen, names)
-    if "__init_subclass__" in vars(base):
-        return
 
-    def extend_layer(cls: type) -> None:
+    def extend_layer(cls: Any) -> None:
         own = {name: "merge_exactly" for name in ("merge", "unmerge") if name in vars(cls)}
-        wrap(cls, _ADAPTERS, _has_frozen_base, own)
+        wrap(cls, _ADAPTERS, _may_be_frozen, own)
+        for derived in cls.__subclasses__():
+            extend_layer(derived)
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
         extend_layer(cls)
 
-    known = base.__subclasses__()
-    while known:
-        cls = known.pop()
+    for cls in base.__subclasses__():
         extend_layer(cls)
-        known += cls.__subclasses__()
     base.__init_subclass__ = classmethod(__init_subclass__)
-
-
-def extend_adapter_state(module: Any) -> None:
-    """Extend PEFT's ``get_peft_model_state_dict`` so that it does not read bases stored in FP8."""
-    wrap(module, _ADAPTERS, _may_be_frozen, {"get_peft_model_state_dict": "adapter_state"})

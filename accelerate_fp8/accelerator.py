@@ -17,13 +17,14 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import _fp8_check
 from _fp8_points import TRIED, refusal
+from accelerate_fp8._register import ENGINE
 from accelerate_fp8.backend import (
     PRECISION_KEPT,
     SAMPLES,
-    FP8Engine,
     holding,
     is_engine_chosen,
     refuse_tensor_parallel,
@@ -34,18 +35,20 @@ from accelerate_fp8.backend import (
 from accelerate_fp8.flags import CONFIG_VARIABLE, FP8Kwargs, resolve_config
 from accelerate_fp8.optimizers import (
     bare,
-    connect_engine,
-    engine_options,
-    prepare_sharded,
+    is_sharded,
     refuse_sharded_elsewhere,
+    wrap_in_ddp,
     wraps_in_ddp,
 )
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
+from torch_fp8 import restore_weights
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.agreement import check_same_config
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.merged_state import whole_weights
 from torch_fp8.optim.optimizer import Float8Optimizer
 
@@ -66,8 +69,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     others = [handler for handler in handlers if handler not in ours]
     if len(ours) > 1:
         raise ValueError(f"You can only pass one {FP8Kwargs} in `kwargs_handlers`.")
-    if ours:
-        bound.arguments["kwargs_handlers"] = others
+    bound.arguments["kwargs_handlers"] = others
     precision = requested_precision(bound.arguments.get("mixed_precision"))
     if precision.startswith("fp8") and precision != "fp8":
         raise ValueError(f"mixed_precision={precision!r} is unknown; did you mean 'fp8'?")
@@ -111,7 +113,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         )
     if self.num_processes > 1:
         check_same_config(config)
-    refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
+    refuse_tensor_parallel(self.parallelism_config)
     if sharded:
         refuse_sharding(config)
     check_config(config, self.device)
@@ -130,13 +132,12 @@ def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with preparation.collected(self):
         if self.distributed_type != DistributedType.FSDP:
             placements = kwargs.get("device_placement") or [None] * len(args)
-            models = _of_type(args, nn.Module)
-            for model in models:
-                refuse_sharded_elsewhere(self, model)
             for obj, placement in zip(args, placements, strict=False):
                 if isinstance(obj, nn.Module):
+                    refuse_sharded_elsewhere(self, obj)
                     preparation.convert(obj, _device_to_be(self, obj, placement))
-            preparation.optimizers.convert(self, models, _of_type(args, torch.optim.Optimizer))
+            models, optimizers = (_of_type(args, kind) for kind in (nn.Module, Optimizer))
+            preparation.optimizers.convert(self, models, optimizers)
         return original(self, *args, **kwargs)
 
 
@@ -157,23 +158,22 @@ def prepare_model(
         optimizers = preparation.optimizers
         if self.distributed_type != DistributedType.FSDP:
             optimizers.convert(self, [model])
+        wrap = functools.partial(original, self, model, device_placement, evaluation_mode)
         prepared = isinstance(without_compiler(model), DistributedDataParallel)
         if evaluation_mode or prepared or not wraps_in_ddp(self):
-            result: nn.Module = original(self, model, device_placement, evaluation_mode)
-            if self.distributed_type != DistributedType.FSDP:
-                defer_logits(result)
-            return result
-        if device is not None:
-            model = model.to(device)
-        with engine_options(self, model, optimizers):
-            wrapped: nn.Module = original(self, model, device_placement, evaluation_mode)
-        preparation.communication[model] = connect_engine(self, model, wrapped, optimizers)
-        defer_logits(wrapped)
-        return wrapped
+            result = wrap()
+        else:
+            if device is not None:
+                model.to(device)
+            result, report = wrap_in_ddp(self, model, optimizers, wrap)
+            preparation.communication[model] = report
+        if self.distributed_type != DistributedType.FSDP:
+            defer_logits(result)
+        return result
 
 
 def prepare_optimizer(
-    original: Any, self: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    original: Any, self: Any, optimizer: Optimizer, device_placement: bool | None = None
 ) -> Any:
     """Extend ``Accelerator.prepare_optimizer``: convert if the optimizer's model is already known.
 
@@ -189,7 +189,7 @@ def prepare_optimizer(
         return original(self, optimizer, device_placement)
 
 
-def clip_grad_norm_(
+def clip_grad_norm(
     original: Any, self: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
 ) -> Any:
     """Extend ``Accelerator.clip_grad_norm_``: gradient release leaves no gradient to measure.
@@ -220,9 +220,9 @@ def unwrap_model(
     """Extend ``Accelerator.unwrap_model``: without autocast, return a stock model."""
     preparation = preparation_of(self)
     bound = inspect.signature(original).bind(self, model, *args, **kwargs)
-    stock = not bound.arguments.get("keep_fp32_wrapper", True)
-    if stock:
-        preparation.optimizers.restore(self, model)
+    stock = not bound.arguments.get("keep_fp32_wrapper", True) and not is_sharded(model)
+    for optimizer in preparation.optimizers.that_train(self, model) if stock else ():
+        restore_weights(optimizer)
     unwrapped: nn.Module = original(*bound.args, **bound.kwargs)
     if stock:
         preparation.release(unwrapped)
@@ -234,31 +234,41 @@ def get_state_dict(
 ) -> dict[str, Any]:
     """Extend ``Accelerator.get_state_dict``: return joined weights, on the CPU."""
     with whole_weights(model):
-        whole: dict[str, Any] = original(self, model, unwrap)
-    return whole
+        return original(self, model, unwrap)
 
 
-def fp8_backend(original: Any, self: Any) -> FP8Engine:
-    """Extend the property ``Accelerator.fp8_backend``: it names this engine."""
-    return FP8Engine.TORCH_FP8
+def fp8_backend(original: Any, self: Any) -> str:
+    """Extend the property ``Accelerator.fp8_backend``: it names this engine.
+
+    The name equals no member of Accelerate's FP8BackendType, so Accelerate takes none of its
+    backend branches, while ``native_amp`` stays on: everything between the linear layers runs in
+    BF16 autocast.
+    """
+    return ENGINE
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     """Extend ``Accelerator._prepare_fsdp2``: convert before sharding, connect after it."""
     preparation = preparation_of(self)
-    models = _of_type(args, nn.Module)
+    models, splits = _of_type(args, nn.Module), preparation.config.opt_level != "O1"
+    optimizers = [bare(obj) for obj in _of_type(args, Optimizer)] if splits else []
     for model in models:
         preparation.convert(model, self.device, sharded=True)
-    prepared = prepare_sharded(original, self, preparation.optimizers, args)
+        for optimizer in optimizers:  # float32 again, if the loop itself converted it
+            restore_weights(optimizer)
+            restore_output_dtype(model)
+    prepared = original(self, *args)
     for model, sharded in zip(models, _of_type(prepared, nn.Module), strict=True):
+        reports = split_sharded(sharded, optimizers, preparation.config) if splits else []
+        for optimizer, report in zip(optimizers, reports, strict=True):
+            preparation.optimizers.record(optimizer, report)
         preparation.connect_sharded(model, sharded)
     return prepared
 
 
 def preparation_of(accelerator: Any) -> Preparation:
     """Return the engine's part of an Accelerator that uses it; wrappers run only for these."""
-    preparation: Preparation = accelerator._fp8_preparation
-    return preparation
+    return accelerator._fp8_preparation
 
 
 def _of_type(objects: Iterable[Any], kind: type[Any]) -> list[Any]:

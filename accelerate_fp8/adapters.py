@@ -35,7 +35,7 @@ def merge_exactly(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         base.end_merge(bool(self.merged_adapters), name, values=values)
 
 
-def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def unload_and_optionally_merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bases' bytes.
 
     A merge also thaws the layers without adapters, so that the model has the dtype of its base.
@@ -61,7 +61,9 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return unloaded
 
 
-def adapter_state(original: Any, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def get_peft_model_state_dict(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """Extend ``get_peft_model_state_dict``, which selects from the whole model's state.
 
     Frozen weights are dequantized to BF16 only if they are selected.

@@ -6,13 +6,13 @@ config file (both arrive as ``ACCELERATE_FP8_BACKEND``), or by a recipe handler.
 """
 
 import contextlib
-import enum
 import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
+from accelerate_fp8._register import BACKEND_VARIABLE, ENGINE
+
 _THEIRS = ("AO", "TE", "MSAMP")
 
 PRECISION_KEPT: ContextVar[bool] = ContextVar("precision_kept", default=False)
@@ -22,17 +22,6 @@ that was requested.
 """
 SAMPLES: ContextVar[bool] = ContextVar("samples", default=False)
 """Whether a trainer that samples rollouts is being constructed: ``auto`` means rowwise for it."""
-
-
-class FP8Engine(str, enum.Enum):
-    """The value of ``Accelerator.fp8_backend`` for this engine.
-
-    It equals no member of Accelerate's FP8BackendType, so Accelerate takes none of its backend
-    branches, while ``native_amp`` stays on: everything between the linear layers runs in BF16
-    autocast.
-    """
-
-    TORCH_FP8 = "TORCH_FP8"
 
 
 def requested_precision(mixed_precision: object) -> str:
@@ -66,24 +55,22 @@ def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
     Raises:
         ValueError: `explicit` is set and another backend was chosen, too.
     """
-    other = _other_backend(handlers)
-    if other is not None and explicit:
-        raise ValueError(
-            f"FP8Kwargs chooses the engine torch_fp8, but {other} was given too; leave one out"
-        )
-    return other is None
-
-
-def _other_backend(handlers: Iterable[object]) -> str | None:
     from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
-    for handler in handlers:  # the deprecated FP8RecipeKwargs derives from the latter two
-        if isinstance(handler, (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)):
-            return type(handler).__name__
+    recipes = (
+        AORecipeKwargs,
+        TERecipeKwargs,
+        MSAMPRecipeKwargs,
+    )  # FP8RecipeKwargs derives from two
+    others = [type(handler).__name__ for handler in handlers if isinstance(handler, recipes)]
     backend = os.environ.get(BACKEND_VARIABLE, "").upper()
-    if backend in ("", "NO", FP8Engine.TORCH_FP8.value):
-        return None
-    return f"--fp8_backend {backend.lower()} ({BACKEND_VARIABLE})"
+    if backend not in ("", "NO", ENGINE):
+        others.append(f"--fp8_backend {backend.lower()} ({BACKEND_VARIABLE})")
+    if others and explicit:
+        raise ValueError(
+            f"FP8Kwargs chooses the engine torch_fp8, but {others[0]} was given too; leave one out"
+        )
+    return not others
 
 
 @contextlib.contextmanager

@@ -21,8 +21,6 @@ from torch_fp8.checkpoint.fold_adapters import why_not_folded
 from torch_fp8.nn.layer_filter import quantized_by
 from torch_fp8.nn.linear import Float8Layer
 
-_ONLINE = "fp8_per_block"
-_FINE_GRAINED = "fp8"
 _OF_CHECKPOINTS = ("compressed-tensors", "modelopt")
 
 
@@ -44,10 +42,10 @@ def sync_weights(original: Any, self: Any) -> None:
 
 
 def _is_handed_over(generation: Any) -> bool:
-    if generation.accelerator.distributed_type == DistributedType.FSDP:
-        return False
     modules = list(generation.model.modules())
-    if not any(isinstance(m, Float8Layer) for m in modules) or any(map(quantized_by, modules)):
+    sharded = generation.accelerator.distributed_type == DistributedType.FSDP
+    has_fp8 = any(isinstance(m, Float8Layer) for m in modules)
+    if sharded or not has_fp8 or any(map(quantized_by, modules)):
         return False
     reason = why_not_folded(generation.model)
     if not hasattr(generation, "_iter_named_params"):
@@ -91,9 +89,7 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     quantization = _of(config, "quantization")
     stored = _of(_of(config, "hf_config"), "quantization_config")
     engine = "bf16"
-    if quantization == _ONLINE:
-        engine = "fp8_per_block"
-    elif quantization == _FINE_GRAINED and _of(stored, "weight_block_size"):
+    if quantization == "fp8" and _of(stored, "weight_block_size"):
         engine = "fine-grained"
     elif quantization in _OF_CHECKPOINTS:
         raise ValueError(
@@ -102,16 +98,16 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
             "start it from the BF16 checkpoint, with or without quantization='fp8_per_block', or "
             "from one that torch_fp8.export wrote with format='fine-grained'"
         )
-    if engine == "fp8_per_block":
-        layers = {n: m for n, m in generation.model.named_modules() if isinstance(m, Float8Layer)}
-        other = next((n for n, m in layers.items() if m.fp8.recipe.name != "blockwise"), None)
+    elif quantization == "fp8_per_block":
+        layers = [(n, m) for n, m in generation.model.named_modules() if isinstance(m, Float8Layer)]
+        other = next((n for n, m in layers if m.fp8.recipe.name != "blockwise"), None)
+        engine = "fp8_per_block" if other is None else "bf16"
         if other is not None:
             warn_once(
                 f"FP8: vLLM quantizes in blocks of 128 x 128 and '{other}' is trained with "
                 "other scales, so rollouts use different weights from training; convert with "
                 "recipe='blockwise'"
             )
-            engine = "bf16"
     return weights_for_engine(generation.model, engine)
 
 

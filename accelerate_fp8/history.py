@@ -5,7 +5,7 @@ file, because each sees other activations. If more processes resume than there a
 additional ones use the first file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -27,10 +27,7 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
         directory: the folder of the checkpoint.
         process_index: the index of this process among all.
     """
-    state: dict[str, Tensor] = {}
-    for i, model in enumerate(models):
-        for key, value in scaling_state_dict(_unwrap(model)).items():
-            state[f"{i}.{key}"] = value
+    state = {f"{i}.{key}": value for i, own in _states(models) for key, value in own.items()}
     path = Path(directory) / _NAME.format(process_index)
     if not state:
         path.unlink(missing_ok=True)  # left by an earlier run in the same folder
@@ -50,8 +47,7 @@ def load_history(models: Sequence[nn.Module], directory: str | Path, process_ind
     if not path.is_file():
         path = path.with_name(_NAME.format(0))
     if not path.is_file():
-        states = [scaling_state_dict(_unwrap(model)) for model in models]
-        if any("amax_history" in key for state in states for key in state):
+        if any("amax_history" in key for _, state in _states(models) for key in state):
             get_logger("accelerate_fp8").info(
                 f"FP8: {directory} holds no amax history; delayed scaling starts with an empty one"
             )
@@ -63,6 +59,9 @@ def load_history(models: Sequence[nn.Module], directory: str | Path, process_ind
         load_scaling_state_dict(_unwrap(model), own)
 
 
+def _states(models: Sequence[nn.Module]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    return enumerate(scaling_state_dict(_unwrap(model)) for model in models)
+
+
 def _unwrap(model: nn.Module) -> nn.Module:
-    unwrapped: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return unwrapped
+    return extract_model_from_parallel(model, keep_torch_compile=False)

@@ -1,25 +1,26 @@
 """The difference between log-probabilities of a rollout and of training, and a warning about it.
 
 TRL requests sampled log-probabilities only from vLLM. `SampledLogprobs` takes them from the logits
-of the forwards that ``generate`` runs anyway: it keeps the logits of each forward's last position
-until the next forward receives the token that was sampled from them as its input. The cost per
-token is one log-sum-exp over the vocabulary and the memory of one position's logits.
+that ``generate`` passes to its logits processors: it keeps those of a step until the next step
+shows the token that was sampled from them. The cost per token is one log-softmax over the
+vocabulary and the memory of one position's logits.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Logprobs = list[list[float]]
 """For each sequence a list with the log-probability of each of its tokens."""
 
 
 class SampledLogprobs:
-    """Records the log-probabilities of one rollout.
+    """A logits processor that records the log-probabilities of one rollout, and changes none.
 
     Args:
         temperature: the divisor of logits before a token is sampled.
@@ -27,8 +28,8 @@ class SampledLogprobs:
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
-        self._last: Tensor | None = None
-        self._chosen: list[Tensor] = []
+        self._ids: Tensor | None = None
+        self._last = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         self._columns: list[Tensor] = []
 
     @contextlib.contextmanager
@@ -39,55 +40,42 @@ class SampledLogprobs:
             model: a transformers model, possibly inside PEFT wrappers.
         """
         base = getattr(model, "get_base_model", None)
-        inner: nn.Module = base() if callable(base) else model
-        handle = inner.register_forward_hook(self._note, with_kwargs=True)
+        inner = base() if callable(base) else model
+        vars(inner)["generate"] = functools.partial(inner.generate, logits_processor=[self])
         try:
             yield
         finally:
-            handle.remove()
+            del vars(inner)["generate"]
 
-    @torch.no_grad()
-    def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        ids, logits = kwargs.get("input_ids"), getattr(output, "logits", None)
-        if ids is None or logits is None:
-            self._last = None
-            return
-        if self._last is not None and self._last.shape[0] == ids.shape[0]:
-            self._chosen.append(ids[:, -1])
-            self._columns.append(self._of(ids[:, -1]))
-        self._last = logits[:, -1].detach()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record the tokens (B, T) so far, and the logits (B, V) of the next one."""
+        shape = () if self._ids is None else (len(self._ids), self._ids.shape[1] + 1)
+        if input_ids.shape == shape:
+            self._columns.append(self._of(input_ids[:, -1]))
+        else:  # another ``generate`` begins
+            self._columns = []
+        self._ids, self._last = input_ids, (scores / self._temperature).log_softmax(-1)
+        return scores
 
     def _of(self, tokens: Tensor) -> Tensor:
-        assert self._last is not None
-        logits = self._last.float() / self._temperature
-        chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
-        return chosen - logits.logsumexp(-1)
+        return self._last.gather(-1, tokens[:, None]).squeeze(-1)
 
     def of(self, completions: list[list[int]]) -> Logprobs | None:
-        """Return the log-probabilities of these completions, or None if they cannot be determined.
-
-        Forwards before the first sampled token (chunks of a prompt) and after the last one (ranks
-        that wait for others) are recognized by their input tokens.
+        """Return the log-probabilities of these completions, or None if they were not recorded.
 
         Args:
             completions: the tokens of each sequence, as the rollout returned them.
         """
-        steps = max(map(len, completions), default=0)
-        if not steps or self._last is None or self._last.shape[0] != len(completions):
+        recorded = len(self._columns)
+        if self._ids is None or len(self._ids) != len(completions):
             return None
-        padded = torch.zeros(len(completions), steps, dtype=torch.long)
-        real = torch.zeros(len(completions), steps, dtype=torch.bool)
-        for row, ids in enumerate(completions):
-            padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-            real[row, : len(ids)] = True
-        columns = [*self._columns, self._of(padded[:, -1].to(self._last.device))]
-        values = torch.stack(columns, 1).cpu()
-        given = torch.stack([*self._chosen, padded[:, -1].to(self._last.device)], 1).cpu()
-        for first in range(given.shape[1] - steps, -1, -1):
-            if torch.equal(given[:, first : first + steps] * real, padded):
-                rows = values[:, first : first + steps].tolist()
-                return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
-        return None
+        sampled = self._ids[:, self._ids.shape[1] - recorded :].tolist()
+        pairs = list(zip(sampled, completions, strict=True))
+        if any(row[: len(ids)] != ids[:recorded] or len(ids) > recorded + 1 for row, ids in pairs):
+            return None
+        last = self._ids.new_tensor([ids[-1] if ids else 0 for ids in completions])
+        rows = torch.stack([*self._columns, self._of(last)], 1).tolist()
+        return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
 
 
 BOUND = 1.03
@@ -129,8 +117,7 @@ class LogprobDifference:
         Args:
             accelerator: the ranks' Accelerator.
         """
-        own = self._sums
-        self._sums = None
+        own, self._sums = self._sums, None
         if own is None:
             own = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         sums = accelerator.gather(own.float().view(1, -1)).double().sum(0)

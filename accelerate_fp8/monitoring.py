@@ -30,20 +30,20 @@ class Monitoring:
     Args:
         config: the configuration, with ``monitor`` and the options that belong to it.
         say: a function that logs a line.
+    Attributes:
+        trainer: a weak reference to the Trainer to log to, which calls back at the end of its
+            steps.
     """
 
     def __init__(self, config: FP8Config, say: Callable[[str], None]) -> None:
         self.config, self._say = config, say
         self._monitors: MutableMapping[nn.Module, Monitor] = WeakKeys()
-        self._trainer: Callable[[], Any] = lambda: None
+        self.trainer: Callable[[], Any] = lambda: None
         self._states: list[dict[str, Any]] = []
         self._waiting: list[dict[str, float]] = []
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy watches nothing
-        return {"config": self.config, "_say": self._say}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["config"], state["_say"])  # type: ignore[misc]
+    def __reduce__(self) -> Any:  # a copy watches nothing
+        return Monitoring, (self.config, self._say)
 
     def attach(
         self,
@@ -59,9 +59,8 @@ class Monitoring:
         """
         if not (self.config.monitor and optimizers) or model in self._monitors:
             return
-        trainer = self._trainer()
+        trainer = self.trainer()
         folder = accelerator.project_dir if trainer is None else trainer.args.output_dir
-        folder = None if folder is None else str(folder)
         to_trackers = functools.partial(_to_trackers, ref(accelerator))
         others = len(self._monitors)
         monitor = self._monitors[model] = Monitor(
@@ -94,29 +93,17 @@ class Monitoring:
         for model in trained or self._monitors:
             self._monitors[model].observe_loss(loss.detach() / steps)
 
-    def serve(self, trainer: Any) -> None:
-        """Log to a Trainer, which calls back at the end of its steps."""
-        if self.config.monitor and self._trainer() is not trainer:
-            from accelerate_fp8.trainer_callback import MonitorCallback
-
-            self._trainer = ref(trainer)
-            trainer.add_callback(MonitorCallback(self))
-
     def count_from(self, step: int) -> None:
         """Start the step count of new monitors at the host's, as its log does."""
         for monitor in self._monitors.values():
             if step and not monitor.step:
                 monitor.load_state_dict({**monitor.state_dict(), "step": step})
 
-    def to_trainer(self) -> None:
-        """Pass the measurements of the finished step to the Trainer."""
-        trainer, waiting = self._trainer(), self._waiting
-        self._waiting = []
-        if trainer is not None and waiting:
-            from accelerate_fp8.trainer_callback import log_silently
-
-            for series in waiting:
-                log_silently(trainer, series)
+    def to_trainer(self, log: Callable[[Any, dict[str, float]], None]) -> None:
+        """Pass the measurements of the finished step to the Trainer by `log`."""
+        waiting, self._waiting = self._waiting, []
+        for series in waiting:
+            log(self.trainer(), series)
 
     def finish(self) -> None:
         """Write the remaining losses and log a summary, when a Trainer has finished."""

@@ -8,8 +8,7 @@ Under FSDP2 the shards are split: Accelerate itself converts every trainable par
 before it shards.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -21,15 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
+from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.distributed.ddp.connection import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.split_weights import sharded_modules, split_sharded
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.optim.convert import gradients_report
-from torch_fp8.optim.embedding_dtype import restore_output_dtype
-from torch_fp8.optim.split_optimizer import adopt_steps
 from torch_fp8.optim.state import is_large
 
 
@@ -50,22 +46,13 @@ class PreparedOptimizers:
     def __init__(self, config: FP8Config) -> None:
         self.config = config
         self._reports: MutableMapping[Optimizer, OptimizerReport] = WeakKeys()
-        self._unannounced: list[Optimizer] = []
+        self._unannounced: dict[Optimizer, None] = {}
         # Model -> its DistributedDataParallel, which Accelerate does not store. Its buckets exist
         # already when a later optimizer is prepared.
         self.ddps: MutableMapping[nn.Module, Any] = WeakKeys()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "ddps": [(m, ddp()) for m, ddp in self.ddps.items()]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.ddps = WeakKeys((m, ref(ddp)) for m, ddp in state["ddps"] if ddp is not None)
-
-    @property
-    def enabled(self) -> bool:
-        """Return whether the level converts optimizers at all."""
-        return self.config.opt_level != "O1"
+    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
+        return {**self.__dict__, "ddps": WeakKeys()}
 
     def convert(
         self, accelerator: Any, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
@@ -79,41 +66,33 @@ class PreparedOptimizers:
         Raises:
             ValueError: 8-bit states do not support an option of an optimizer.
         """
-        if not self.enabled:
+        if self.config.opt_level == "O1":
             return
         known = [self.wrapped(model) or model for model in [*models, *accelerator._models]]
         for optimizer in dict.fromkeys(map(bare, [*optimizers, *accelerator._optimizers])):
-            if optimizer in self._reports:
-                continue
-            trained = _trained_by(optimizer, known)
-            if trained is None:
-                continue
-            self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
+            trained = None if optimizer in self._reports else _trained_by(optimizer, known)
+            if trained is not None:
+                self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
 
     def record(self, optimizer: Optimizer, report: OptimizerReport) -> None:
         """Store the report of an optimizer for the next summary."""
         self._reports[optimizer] = report
-        self._unannounced.append(optimizer)
+        self._unannounced[optimizer] = None
 
-    def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
-        """Return the reports of the optimizers that train `model`, and mark them as announced."""
-        reports = []
-        for optimizer in self.that_train(accelerator, model):
-            report = self._reports.get(optimizer)
-            if report is None and self.enabled:
-                why = _why_as_it_was(accelerator)
-                report = OptimizerReport(type(optimizer).__name__, False, why)
-            if report is not None:
-                reports.append(gradients_report(optimizer, report))
-            self._unannounced = [o for o in self._unannounced if o is not optimizer]
-        return reports
+    def announce(self, accelerator: Any, optimizer: Optimizer) -> OptimizerReport:
+        """Return the report of an optimizer, which `take_unannounced` then leaves out."""
+        self._unannounced.pop(optimizer, None)
+        report = self._reports.get(optimizer)
+        if report is None:
+            why = _why_as_it_was(accelerator)
+            report = OptimizerReport(type(optimizer).__name__, False, why)
+        return gradients_report(optimizer, report)
 
     def take_unannounced(self, accelerator: Any) -> list[str]:
         """Return the reports that no summary contains yet, with the memory of their models."""
-        waiting, self._unannounced = self._unannounced, []
         lines = []
-        for optimizer in waiting:
-            lines.append(str(gradients_report(optimizer, self._reports[optimizer])))
+        for optimizer in list(self._unannounced):
+            lines.append(str(self.announce(accelerator, optimizer)))
             for model in accelerator._models:
                 if not set(_parameters(optimizer)).isdisjoint(model.parameters()):
                     lines[-1] += f"\n  memory    {expected_bytes_per_param(model, [optimizer])}"
@@ -127,22 +106,11 @@ class PreparedOptimizers:
 
     def all_of(self, accelerator: Any) -> list[Optimizer]:
         """Return the user's own optimizers that were prepared, converted or not."""
-        prepared = [*map(bare, accelerator._optimizers), *self._reports]
-        return [o for o in dict.fromkeys(prepared) if isinstance(o, Optimizer)]
-
-    def restore(self, accelerator: Any, model: nn.Module) -> int:
-        """Restore the original dtypes of the weights of `model`; return the number of weights.
-
-        Sharded weights do not change.
-        """
-        if any(isinstance(p, DTensor) for p in model.parameters()):
-            return 0
-        return sum(restore_weights(o) for o in self.that_train(accelerator, model))
+        return [*map(bare, accelerator._optimizers), *self._reports]
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel | None:
         """Return the DistributedDataParallel around a model, or None if there is none."""
-        ddp = self.ddps.get(model)
-        return None if ddp is None else ddp()
+        return self.ddps.get(model, lambda: None)()
 
 
 def bare(optimizer: Any) -> Any:
@@ -157,12 +125,9 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
     """
     parameters = set(_parameters(optimizer))
     missing = {p for p in parameters if is_large(p) and p.requires_grad}
-    trained: list[nn.Module] = []
-    for model in known:
-        held = parameters.intersection(model.parameters())
-        if held and all(model is not other for other in trained):
-            trained.append(model)
-            missing -= held
+    trained = [m for m in dict.fromkeys(known) if not parameters.isdisjoint(m.parameters())]
+    for model in trained:
+        missing.difference_update(model.parameters())
     if missing or not trained:
         return None
     return trained[0] if len(trained) == 1 else nn.ModuleList(trained)
@@ -179,49 +144,19 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def prepare_sharded(
-    original: Any, accelerator: Any, optimizers: PreparedOptimizers, args: tuple[Any, ...]
-) -> Any:
-    """Shard the model among `args`, and convert its optimizers.
-
-    Args:
-        original: the method ``Accelerator._prepare_fsdp2``.
-        accelerator: the Accelerator that prepares.
-        optimizers: the record that keeps their reports.
-        args: the arguments of ``prepare``.
-    """
-    model = next((obj for obj in args if isinstance(obj, nn.Module)), None)
-    trained_by = [bare(obj) for obj in args if isinstance(obj, Optimizer)]
-    if model is None or not optimizers.enabled:
-        return original(accelerator, *args)
-    config = optimizers.config
-    for optimizer in trained_by:  # float32 again, if the loop itself converted it
-        restore_weights(optimizer)
-    restore_output_dtype(model)
-    prepared = original(accelerator, *args)
-    sharded = next(obj for obj in prepared if isinstance(obj, nn.Module))
-    reports = split_sharded(sharded, trained_by, config)
-    for optimizer, report in zip(trained_by, reports, strict=True):
-        optimizers.record(optimizer, report)
-    return prepared
-
-
-def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
-    """Load the optimizers' step counts, which the hosts do not load from folders of shards."""
-    if any(map(sharded_modules, models)):
-        adopt_steps(folder, map(bare, optimizers))
-
-
 def wraps_in_ddp(accelerator: Any) -> bool:
     """Return whether this Accelerator will wrap the models that it trains in DDP."""
     return str(accelerator.distributed_type.value).startswith("MULTI_")
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model has sharded weights."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def refuse_sharded_elsewhere(accelerator: Any, model: nn.Module) -> None:
     """Raise ValueError if a model is already sharded and would be wrapped in DDP."""
-    if not wraps_in_ddp(accelerator):
-        return
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if wraps_in_ddp(accelerator) and is_sharded(model):
         raise ValueError(
             f"{type(model).__name__} is already sharded, by "
             "from_pretrained(distributed_config=...) or parallelize_module, and Accelerate would "
@@ -231,51 +166,39 @@ def refuse_sharded_elsewhere(accelerator: Any, model: nn.Module) -> None:
         )
 
 
-@contextlib.contextmanager
-def engine_options(
-    accelerator: Any, model: nn.Module, optimizers: PreparedOptimizers
-) -> Iterator[None]:
-    """Make Accelerate wrap `model` with the options of `ddp_options` in this context.
+def wrap_in_ddp(
+    accelerator: Any,
+    model: nn.Module,
+    optimizers: PreparedOptimizers,
+    wrap: Callable[[], nn.Module],
+) -> tuple[nn.Module, DDPReport | None]:
+    """Have Accelerate wrap a model with the options of `ddp_options`, and connect DDP.
 
-    The options are from `torch_fp8.distributed.ddp.wrap`. Accelerate's handler cannot distinguish
-    an explicit ``gradient_as_bucket_view=False`` from the default.
+    Accelerate's handler cannot distinguish an explicit ``gradient_as_bucket_view=False`` from the
+    default. A hook of DistributedDataParallelKwargs, which Accelerate registers, takes precedence
+    over ours.
 
     Args:
-        accelerator: the Accelerator that is about to wrap `model`.
-        model: the model, on its device.
+        accelerator: the Accelerator that prepares `model`.
+        model: the model, on its device and not wrapped.
         optimizers: the optimizers known so far.
+        wrap: the function that has Accelerate wrap the model.
+    Returns:
+        The prepared model, and a report on how gradients travel, or None if it was not wrapped.
     Raises:
         ValueError: ranks have converted different weights.
     """
-    users = accelerator.ddp_handler
-    chosen = users.to_kwargs() if users is not None else {}
-    options = ddp_options(model, optimizers.that_train(accelerator, model), chosen)
+    users, trained_by = accelerator.ddp_handler, optimizers.that_train(accelerator, model)
+    options = ddp_options(model, trained_by, users.to_kwargs() if users is not None else {})
     register = getattr(users, "register_comm_hook", lambda model: None)
     handler = SimpleNamespace(to_kwargs=lambda: options, register_comm_hook=register)
     accelerator.ddp_handler = handler
     try:
-        yield
+        prepared = wrap()
     finally:
         accelerator.ddp_handler = users
-
-
-def connect_engine(
-    accelerator: Any, model: nn.Module, prepared: nn.Module, optimizers: PreparedOptimizers
-) -> DDPReport | None:
-    """Have DDP exchange gradients in FP8, and remember that `model` is wrapped.
-
-    A hook of DistributedDataParallelKwargs, already registered at this point, takes precedence.
-
-    Args:
-        accelerator: the Accelerator that prepared `model`.
-        model: the unwrapped model.
-        prepared: Accelerate's wrapper of `model`.
-        optimizers: see `engine_options`.
-    Returns:
-        A report on how gradients travel, or None if `model` was not wrapped.
-    """
     ddp = without_compiler(prepared)
     if not isinstance(ddp, DistributedDataParallel):
-        return None
+        return prepared, None
     optimizers.ddps[model] = ref(ddp)
-    return connect_ddp(ddp, optimizers.that_train(accelerator, model), optimizers.config)
+    return prepared, connect_ddp(ddp, trained_by, optimizers.config)

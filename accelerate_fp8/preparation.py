@@ -6,25 +6,26 @@ import logging
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from accelerate_fp8.frozen import EvaluationModels
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.monitoring import Monitoring
-from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, adopt_sharded
+from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, bare
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.selection import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.split_weights import sharded_modules
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.optim.split_optimizer import adopt_steps
 
 LOGGER_NAME = "accelerate_fp8"
 
@@ -52,7 +53,7 @@ class Preparation:
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
         self.left: MutableMapping[nn.Module, str] = WeakKeys()
         self._runs_fp8 = self._knows_steps = False
-        self._waiting: list[nn.Module] = []
+        self._waiting: dict[nn.Module, None] = {}
         self._collecting = False
 
     def convert(
@@ -96,12 +97,10 @@ class Preparation:
                     name = type(model).__name__
                     log_visibly(f"FP8: {name} runs without FP8: {error.reason}")
                 self.left[model] = error.reason
-                # Its optimizer may still split weights.
-                vars(model)["_fp8_prepared"] = True
+        vars(model)["_fp8_prepared"] = True  # also if only its optimizer can split weights
         if model not in self._reports:
             return
         self._runs_fp8 = True
-        vars(model)["_fp8_prepared"] = True
         if evaluation_mode:
             self.evaluated.note(model)
             if model not in self._announced:
@@ -111,25 +110,17 @@ class Preparation:
                     f"FP8: {type(model).__name__}, prepared with evaluation_mode=True: "
                     f"{report.num_converted} of {total} linear layers, recipe {report.recipe.name}"
                 )
-        else:
-            self._await_summary(model)
-
-    def _await_summary(self, model: nn.Module) -> None:
-        if model not in self._announced and all(model is not other for other in self._waiting):
-            self._waiting.append(model)
+        elif model not in self._announced:
+            self._waiting[model] = None
 
     def release(self, model: nn.Module) -> None:
-        """Restore a stock model in place: classes, hooks and dtypes.
-
-        Models whose shards remain split are not restored.
-        """
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        if model not in self._reports or sharded:
+        """Restore a stock model in place: classes, hooks and dtypes."""
+        if model not in self._reports:
             return
         num_layers = revert(model)
         vars(model).pop("_fp8_prepared", None)
         del self._reports[model]
-        self._waiting = [other for other in self._waiting if other is not model]
+        self._waiting.pop(model, None)
         log_visibly(
             f"FP8: {type(model).__name__} is a stock model again ({num_layers} layers) and runs in "
             "high precision until you prepare it again"
@@ -145,21 +136,19 @@ class Preparation:
             ValueError: none does, and models were left unconverted.
         """
         if self.left and not self._runs_fp8:
-            reasons = "; ".join(self.left.values())
             raise ValueError(
-                f"mixed_precision='fp8', but no prepared model can run in FP8: {reasons}. "
-                f"{RUNS_IN_FP8}: prepare a model that has some before the first backward, or train "
-                "with mixed_precision='bf16'"
+                "mixed_precision='fp8', but no prepared model can run in FP8: "
+                f"{'; '.join(self.left.values())}. {RUNS_IN_FP8}: prepare a model that has some "
+                "before the first backward, or train with mixed_precision='bf16'"
             )
 
     def serve(self, trainer: Any) -> None:
         """Run with a Trainer, which calls back at its steps: the monitor, and the last steps."""
-        self.monitoring.serve(trainer)
-        if self.config.bf16_last and not self._knows_steps:
-            from accelerate_fp8.trainer_callback import LastStepsCallback
+        if (self.config.monitor or self.config.bf16_last) and not self._knows_steps:
+            from accelerate_fp8.trainer_callback import StepsCallback
 
-            self._knows_steps = True
-            trainer.add_callback(LastStepsCallback(self.config.bf16_last))
+            self._knows_steps, self.monitoring.trainer = True, ref(trainer)
+            trainer.add_callback(StepsCallback(self))
 
     def refuse_share(self) -> None:
         """Raise ValueError in the first backward if `bf16_last` is set and no Trainer counts."""
@@ -176,7 +165,7 @@ class Preparation:
             sharded: the same model after FSDP2 has sharded it.
             evaluation_mode: whether to log the report at once, because no summary follows.
         """
-        if model in self._reports and any(isinstance(m, FSDPModule) for m in sharded.modules()):
+        if model in self._reports and sharded_modules(sharded):
             report = self.communication[model] = connect_fsdp(sharded, self.config)
             if evaluation_mode:
                 name = type(model).__name__.removeprefix("FSDP")
@@ -200,7 +189,8 @@ class Preparation:
             index: the index of this process among all.
         """
         load_history(models, folder, index)
-        adopt_sharded(models, optimizers, folder)
+        if any(map(sharded_modules, models)):  # the hosts do not load step counts of shards
+            adopt_steps(folder, map(bare, optimizers))
         self.monitoring.load(folder)
 
     @contextlib.contextmanager
@@ -212,13 +202,14 @@ class Preparation:
             if outermost:
                 # transformers prepares a model that it has sharded itself for evaluation, but
                 # then trains it.
-                for model in list(self._reports):
-                    if self.optimizers.that_train(accelerator, model):
-                        self._await_summary(model)
+                for model in self._reports:
+                    trained_by = self.optimizers.that_train(accelerator, model)
+                    if trained_by and model not in self._announced:
+                        self._waiting[model] = None
                 for model in self._waiting:
                     self._announced[model] = None
                     optimizers = self.optimizers.that_train(accelerator, model)
-                    reports = self.optimizers.reports_of(accelerator, model)
+                    reports = [self.optimizers.announce(accelerator, o) for o in optimizers]
                     communication = self.communication.get(model)
                     report = self._reports[model]
                     summary = report.summary(model, optimizers, reports, communication)
@@ -238,7 +229,7 @@ class Preparation:
                     self.monitoring.attach(accelerator, model, trained_by, ddp)
         finally:
             if outermost:
-                self._waiting, self._collecting = [], False
+                self._waiting, self._collecting = {}, False
 
 
 def log_visibly(message: str) -> None:
@@ -254,11 +245,9 @@ def log_visibly(message: str) -> None:
     own = logger.logger
     if own.level == logging.NOTSET and logging.root.level <= logging.WARNING:
         own.setLevel(logging.INFO)
-    if own.hasHandlers():
-        logger.info(message)
-        return
     handler = logging.StreamHandler()
-    own.addHandler(handler)
+    if not own.hasHandlers():
+        own.addHandler(handler)
     try:
         logger.info(message)
     finally:

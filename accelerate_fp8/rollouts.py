@@ -57,7 +57,7 @@ class RolloutState:
         self.scored: Tensor | None = None
         self.is_scoring = False
         self.differences = {"train": LogprobDifference(), "eval": LogprobDifference()}
-        self.said: set[str] = set()
+        self.has_warned = False
 
     @contextlib.contextmanager
     def scoring(self) -> Any:
@@ -76,16 +76,12 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
     watch = SampledLogprobs(float(self.temperature))
     in_batches = any(getattr(self, name, False) for name in _IN_BATCHES)
-    with contextlib.ExitStack() as stack:
-        # TRL compiles nothing, and transformers drops its graphs after each generate_batch.
-        stack.enter_context(rollout(model, keep_graphs=False))
-        stack.enter_context(self.accelerator.autocast())
-        stack.enter_context(bf16_stream(model) if in_batches else watch.watching(model))
+    watching = bf16_stream(model) if in_batches else watch.watching(model)
+    # TRL compiles nothing, and transformers drops its graphs after each generate_batch.
+    with rollout(model, keep_graphs=False), self.accelerator.autocast(), watching:
         result = original(self, *args, **kwargs)
     several = isinstance(result, tuple)
     state.sampled = watch.of(result[0] if several else result)
-    if state.sampled is None:
-        _unmeasured(self, "this generation method does not expose the logits it samples from")
     if not several or result[1] is not None:
         return result
     return (result[0], state.sampled, *result[2:])
@@ -99,16 +95,19 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     state = _state_of(self)
     state.sampled = None
     with state.scoring():
-        output: dict[str, Any] = original(self, *args, **kwargs)
+        output = original(self, *args, **kwargs)
     sampled = output.get("sampling_per_token_logps")
     if state.sampled is not None:
         sampled = _padded(state.sampled, output["completion_ids"])
         output.pop("sampling_per_token_logps", None)  # keep the loss as it is without us
-    scored = output.get("old_per_token_logps")
-    if "old_logps" in output:  # RLOO's, summed over tokens
-        scored = state.scored
+    # RLOO's "old_logps" are summed over tokens.
+    scored = state.scored if "old_logps" in output else output.get("old_per_token_logps")
     if sampled is None:
-        _unmeasured(self, "the sampler did not return log-probabilities")
+        _unmeasured(
+            "the sampler did not return log-probabilities"
+            if self.use_vllm
+            else "this generation method does not expose the logits it samples from"
+        )
     elif scored is None:
         output[_SAMPLED] = sampled
     else:
@@ -116,11 +115,11 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     return output
 
 
-def per_token_logps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def get_per_token_logps_and_entropies(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``_get_per_token_logps_and_entropies``: record its first result."""
     logps = original(self, *args, **kwargs)
-    state = vars(self).get("_fp8_rollouts")
-    if state is not None and state.is_scoring and state.scored is None:
+    state = _state_of(self)
+    if state.is_scoring and state.scored is None:
         state.scored = (logps[0] if isinstance(logps, tuple) else logps).detach()
     return logps
 
@@ -129,14 +128,13 @@ def compute_loss(
     original: Any, self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Extend ``compute_loss``: measure if the loss scores tokens of the same weights."""
-    state = vars(self).get("_fp8_rollouts")
-    sampled = inputs.get(_SAMPLED) if isinstance(inputs, dict) else None
-    if state is None or sampled is None:
+    state, sampled = _state_of(self), inputs.get(_SAMPLED) if isinstance(inputs, dict) else None
+    if sampled is None:
         return original(self, model, inputs, *args, **kwargs)
     with state.scoring():
         loss = original(self, model, inputs, *args, **kwargs)
     if state.scored is None:
-        _unmeasured(self, "the loss computes no log-probabilities (a fused loss)")
+        _unmeasured("the loss computes no log-probabilities (a fused loss)")
     else:
         _measure(self, inputs, sampled, state.scored)
     return loss
@@ -144,25 +142,25 @@ def compute_loss(
 
 def log(original: Any, self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Extend ``log``: add the metrics, and warn once above the bound."""
-    state = vars(self).get("_fp8_rollouts")
-    if state is not None:
-        mode = "train" if self.model.training else "eval"
-        mean = state.differences[mode].take(self.accelerator)
-        if mean is not None:
-            metrics = {"difference": mean, "multiplicative_error": multiplicative_error(mean)}
-            for name, value in metrics.items():  # None like TRL's: loggers of JSON refuse NaN
-                key = f"{'' if mode == 'train' else 'eval_'}fp8/logprob_{name}"
-                logs[key] = None if math.isnan(value) else value
-            layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
-            recipes = sorted({layer.fp8.recipe.name for layer in layers})
-            if text := warning_of(mean, recipes, self.use_vllm):
-                _say_once(state, "bound", text)
+    state, mode = _state_of(self), "train" if self.model.training else "eval"
+    mean = state.differences[mode].take(self.accelerator)
+    if mean is not None:
+        metrics = {"difference": mean, "multiplicative_error": multiplicative_error(mean)}
+        for name, value in metrics.items():  # None like TRL's: loggers of JSON refuse NaN
+            key = f"{'' if mode == 'train' else 'eval_'}fp8/logprob_{name}"
+            logs[key] = None if math.isnan(value) else value
+        layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
+        recipes = sorted({layer.fp8.recipe.name for layer in layers})
+        text = warning_of(mean, recipes, self.use_vllm)
+        if text and not state.has_warned:
+            state.has_warned = True
+            warn_once(text)
     return original(self, logs, *args, **kwargs)
 
 
 def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``log`` of a trainer without the required methods: warn that nothing is measured."""
-    _unmeasured(self, "the methods of this version of TRL are not supported")
+    _unmeasured("the methods of this version of TRL are not supported")
     return original(self, *args, **kwargs)
 
 
@@ -173,14 +171,12 @@ def _measure(trainer: Any, inputs: dict[str, Any], sampled: Tensor, scored: Tens
 
 def sampled_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Return the mask (B, T) of a batch's tokens that the policy sampled, not a tool."""
-    mask: Tensor = inputs["completion_mask"]
-    of_tools = inputs.get("tool_mask")
+    mask, of_tools = inputs["completion_mask"], inputs.get("tool_mask")
     return mask if of_tools is None else mask * of_tools
 
 
 def _state_of(trainer: Any) -> RolloutState:
-    state: RolloutState = vars(trainer).setdefault("_fp8_rollouts", RolloutState())
-    return state
+    return vars(trainer).setdefault("_fp8_rollouts", RolloutState())
 
 
 def _padded(rows: Logprobs, like: Tensor) -> Tensor:
@@ -191,12 +187,5 @@ def _padded(rows: Logprobs, like: Tensor) -> Tensor:
     return padded.to(like.device)
 
 
-def _unmeasured(trainer: Any, reason: str) -> None:
-    text = f"FP8: fp8/logprob_difference is not measured: {reason}"
-    _say_once(_state_of(trainer), "unmeasured", text)
-
-
-def _say_once(state: RolloutState, kind: str, text: str) -> None:
-    if kind not in state.said:
-        state.said.add(kind)
-        warn_once(text)
+def _unmeasured(reason: str) -> None:
+    warn_once(f"FP8: fp8/logprob_difference is not measured: {reason}")

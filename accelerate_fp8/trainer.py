@@ -4,6 +4,7 @@
 argument, followed by the method's arguments.
 """
 
+import contextlib
 import os
 from typing import Any
 
@@ -43,7 +44,7 @@ def post_init(original: Any, self: Any) -> None:
     )
 
 
-def create_accelerator(original: Any, self: Any) -> None:
+def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
     """Extend ``Trainer.create_accelerator_and_postprocess``: choose ``auto`` for rollouts.
 
     A trainer samples if its arguments have a temperature and a completion length, as TRL's do.
@@ -71,10 +72,7 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
     """Extend ``Trainer._save``: save joined weights in checkpoints and in the final model."""
-    if not self.args.should_save:
-        original(self, output_dir, state_dict)
-        return
-    with whole_weights(self.model):
+    with whole_weights(self.model) if self.args.should_save else contextlib.nullcontext():
         original(self, output_dir, state_dict)
 
 
@@ -97,10 +95,9 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
     Raises:
         ValueError: one process sees several GPUs, so the Trainer would use DataParallel.
     """
-    model: nn.Module = original(self, *args, **kwargs)
-    preparation = preparation_of(self.accelerator)
-    if bool(kwargs.get("training", True)) and self.is_in_train:
-        preparation.serve(self)
+    model = original(self, *args, **kwargs)
+    if kwargs.get("training", True) and self.is_in_train:
+        preparation_of(self.accelerator).serve(self)
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "the Trainer wraps the model in DataParallel because this one process sees "
@@ -115,7 +112,7 @@ def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module
     """Extend TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the trained model."""
     preparation = preparation_of(accelerator)
     preparation.convert(model, accelerator.device, evaluation_mode=True)
-    sharded: nn.Module = original(model, accelerator)
+    sharded = original(model, accelerator)
     preparation.connect_sharded(model, sharded, evaluation_mode=True)
     return sharded
 

@@ -1,8 +1,8 @@
 """Tiny random models of transformers' architectures, and batches that they can learn by heart.
 
-Each is made of its own configuration class: every size that it knows by one of the usual names is
-set to a small one, in the configurations within it, too; what an architecture wants otherwise is in
-`OPTIONS`. DBRX is left out: its experts add bfloat16 to float32 in place, so that it does not train
+Each model comes from its own configuration class, with small values for every size that has one of
+the usual names, also in nested configurations. `OPTIONS` has what an architecture needs in
+addition. DBRX is left out: its experts add bfloat16 to float32 in place, so that it does not train
 under autocast in BF16 either (transformers 5.23).
 """
 

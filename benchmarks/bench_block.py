@@ -6,16 +6,17 @@
 The real LlamaDecoderLayer with SDPA and BF16 weights, sequences of 4096; BF16, our recipes,
 torchao's and Transformer Engine's, eager and compiled, interleaved in this process.
 
-* ``median_ms``: the GPU's time, which waits until all is launched; ``host_ms``: the host's.
+* ``median_ms``: time on the GPU, which starts when the host has launched everything; ``host_ms``:
+  time on the host.
 * ``saved_bytes_per_token``: distinct storages that autograd saves, parameters apart, by
   saved-tensor hooks; ``held_bytes_per_token``: by how much allocated memory grows in forward.
-* ``output_db``, ``grad_input_db``, ``grad_weight_db``: SQNR against the layer in float32, of what
-  the layer adds to the residual stream and to its gradient; the last is the linears' worst.
-* ``recipe``: of our linears, chosen by ``auto`` where the variant names none.
-* ``floor_ms``: of that recipe, from counted bytes and FLOPs at the card's measured rates
-  (benchmarks/roofline.py).
+* ``output_db``, ``grad_input_db``, ``grad_weight_db``: SQNR, compared with the layer in float32, of
+  the layer's contribution to the residual stream, of that to its gradient, and of the worst weight.
+* ``recipe``: recipe of our linears; ``auto`` chooses it if the variant has none.
+* ``floor_ms``: lower bound for that recipe, from counted bytes and FLOPs at the card's measured
+  rates (benchmarks/roofline.py).
 
-block_kernels.csv, beside it, has the kernels that take the time.
+block_kernels.csv in the same folder has the slowest kernels.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from benchmarks.measurement import (
     environment,
     graphs_counted,
     interleaved,
+    layers_apart,
     note_of,
     parser,
     print_table,
@@ -61,15 +63,21 @@ COLUMNS = (
     *("saved_bytes_per_token", "held_bytes_per_token", "saved_share", "peak_mib", "recipe"),
     *("output_db", "grad_input_db", "grad_weight_db", *GRAPHS, "note"),
 )
-DEFAULT = "default"
+DEFAULT, APART = "default", "layers apart"
 OURS: dict[str, dict[str, object]] = {
     DEFAULT: {},
     **{name: dict(options) for name, options in OF_LINEARS.items() if name != "tensorwise"},
+    "last step's scales": {"graph_scales": "last_step"},
+    APART: {"recipe": "tensorwise"},
     "wgrad in BF16": {"wgrad": "bf16"},
     "Transformer Engine as our backend": {"backend": "transformer-engine"},
 }
 VARIANTS = (BF16, *OURS, *PEERS)
-COMPILED = (BF16, DEFAULT, "torchao tensorwise", "torchao rowwise", "delayed", "blockwise")
+COMPILED = (
+    *(BF16, DEFAULT, "torchao tensorwise", APART, "last step's scales"),
+    *("tensorwise, weights cached", "tensorwise, fast accumulation"),
+    *("torchao rowwise", "delayed", "blockwise"),
+)
 PROFILED = tuple(
     f"{variant}/{mode}" for variant in (BF16, DEFAULT, "delayed") for mode in ("eager", "compiled")
 )
@@ -113,8 +121,8 @@ def measure(
 ) -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]]]]:
     """Yield rows of all variants at a batch size, and the kernels of some of them.
 
-    First of the eager ones, which take less time than it takes to compile one; then of all, timed
-    together, compiled as far as the budget goes.
+    The first rows are those of eager variants, because compiling takes longer than timing all of
+    them. The next rows time all variants together, with as many compiled ones as the budget allows.
     """
     layout = TOY_LLAMA if arguments.toy else LLAMA_3_1_8B
     sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
@@ -189,7 +197,7 @@ def row_of(
     """Return the row of ``variant/mode``.
 
     Args:
-        floors: the seconds that a block takes at best, of what its casts move.
+        floors: function from the casts' traffic to the seconds that a block takes at least.
     """
     variant, mode = name.split("/")
     row: dict[str, object] = {"variant": variant, "mode": mode, "note": notes.get(name, "")}
@@ -243,7 +251,8 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
     config = FP8Config(**OURS[variant])
     if config.cache_weights is True:
         widen_linears(layer)
-    convert_to_float8(layer, config)
+    with layers_apart() if variant == APART else contextlib.nullcontext():
+        convert_to_float8(layer, config)
     if config.cache_weights is True:
         convert_optimizer(torch.optim.AdamW(layer.parameters()), config, model=layer)
     return layer
@@ -256,7 +265,7 @@ def recipe_of(layer: nn.Module) -> str:
 
 
 def traffic_of(variant: str, recipe: str):
-    """Return what the casts of a variant move whose linears run `recipe`; None for BF16."""
+    """Return the traffic of a variant's casts if its linears run `recipe`, or None for BF16."""
     if variant in OURS and variant not in OF_LINEARS:
         return traffic(recipe or BF16)  # auto may find no linear faster in FP8
     return traffic(variant)
@@ -279,7 +288,7 @@ def step(called: Callable, layer: nn.Module, inputs: tuple[Tensor, ...]) -> Call
 def results(
     called: Callable, layer: nn.Module, hidden: Tensor, grad: Tensor, cos: Tensor, sin: Tensor
 ) -> dict[str, Tensor]:
-    """Return what is added to the input and to its gradient, and gradients of the linears'
+    """Return what the layer adds to the input and to its gradient, and gradients of the linears'
     weights.
     """
     layer.zero_grad()

@@ -6,10 +6,10 @@
 BF16, and FP8 with one scale per tensor, per row and per block, accumulated fast (in the tensor
 core's own accumulator) and not, interleaved; ``blockwise`` by torch and, a row per tile, by the
 kernel of `benchmarks.triton_gemm`. ``error`` is ``|out - exact| / |exact|`` against the
-product of the same FP8 operands in float64, on a corner of the result: what the accumulation (and,
-where the kernel writes no float32, the rounding of the result to BF16) loses. Rows of gemm
-``contraction`` have a small result and a growing contraction dimension: the error against K, on
-normal operands and on positive ones, whose sums grow with K.
+product of the same FP8 operands in float64, on a corner of the result: the error of the
+accumulation and, if the kernel writes no float32, of rounding the result to BF16. Rows of gemm
+``contraction`` have a small result and a growing contraction dimension K. They show the error as a
+function of K, for normal operands and for positive ones, whose sums grow with K.
 """
 
 from typing import NamedTuple
@@ -46,12 +46,12 @@ BF16 = "bf16"
 
 
 class Variant(NamedTuple):
-    """An FP8 GEMM: what casts its operands, and what multiplies them.
+    """An FP8 GEMM: the recipe of its operands, and the function that multiplies them.
 
     Attributes:
         recipe: its name.
         fast: accumulate fast. Block-scaled GEMMs are promoted after every block.
-        tile: of the Triton kernel; None: torch's scaled matmul.
+        tile: tile of the Triton kernel, or None for torch's scaled matmul.
     """
 
     recipe: str

@@ -3,8 +3,8 @@
     python -m benchmarks.bench_head            # on a GPU; runs/benchmarks/head.csv
     python -m benchmarks.bench_head --toy      # small sizes, also on a CPU
 
-Of Llama-3.2-1B at 16,384 tokens, Llama-3.1-8B at 8,192, and the logits of GRPO, (8, 1024, 151,936).
-Variants are interleaved in this process:
+The sizes are those of Llama-3.2-1B at 16,384 tokens, Llama-3.1-8B at 8,192, and GRPO's logits,
+(8, 1024, 151,936). Variants are interleaved in this process:
 
 * ``stock``: ``F.cross_entropy`` of all BF16 logits, upcast to float32, as transformers does;
 * ``torch``: ``F.linear_cross_entropy`` in chunks; ``Liger`` and ``TRL``: their fused losses;
@@ -12,10 +12,10 @@ Variants are interleaved in this process:
 * ``frozen``: the same without a gradient of the weight, as in LoRA.
 
 For log-probabilities, ``stock`` is TRL's ``selective_log_softmax`` and ``entropy_from_logits`` of
-given logits, ``TRL`` its kernel for both, and ``ours`` ours, all without the product.
+given logits, ``TRL`` its kernel for both, and ``ours`` our kernel, all without the product.
 
-* ``median_ms``: the GPU's time; ``tflops``: of the products, which stock has, too, over it;
-* ``peak_mib``: above what was allocated before;
+* ``median_ms``: time on the GPU; ``tflops``: FLOPs of the products over that time;
+* ``peak_mib``: peak memory, not counting the allocations before;
 * ``loss_error``: relative, against float32 logits; ``grad_hidden_db``, ``grad_weight_db``: SQNR
   against stock's gradients.
 """
@@ -196,7 +196,7 @@ def errors(exact: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> dict[str, o
 
 
 def measure_log_probs(shape: tuple[int, ...], device: torch.device) -> list[dict[str, object]]:
-    """Return a row of each way to log-probabilities and entropies of given logits."""
+    """Return a row for each way to compute log-probabilities and entropies of given logits."""
     with device:
         logits = torch.randn(*shape, dtype=torch.bfloat16)
         labels = torch.randint(shape[-1], shape[:-1])
@@ -225,7 +225,7 @@ def measure_log_probs(shape: tuple[int, ...], device: torch.device) -> list[dict
 def timed(
     runs: dict[str, Callable[[], Any]], device: torch.device, notes: dict[str, str]
 ) -> dict[str, dict[str, object]]:
-    """Return a row with the time of each variant, or with the reason why it has none."""
+    """Return a row for each variant, with its time or the reason why it has none."""
     repetitions = TOY_REPETITIONS if device.type == "cpu" else REPETITIONS
     timings: dict[str, Timing] = interleaved(runs, device, repetitions, failures=notes)
     rows: dict[str, dict[str, object]] = {}

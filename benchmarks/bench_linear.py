@@ -5,19 +5,20 @@
 
 Every variant of a number of rows M runs in this process, interleaved: BF16, each FP8 recipe, with
 fast accumulation in all GEMMs, with cached weights, torchao's and Transformer Engine's recipes. A
-variant that cannot run here has a row that says why. Linears:
+variant that cannot run here has a row with the reason. Linears:
 
-* each of the seven alone, eager; ``block``: the sum of their medians;
-* ``together``: all seven in one call, q, k, v and gate, up with one input each;
+* each of the seven by itself, eager; ``block``: the sum of their medians;
+* ``together``: all seven in one call; q, k, v share one input, and gate, up another;
 * ``chain``: these between Hugging Face's RMSNorm, SwiGLU and residual additions, a decoder layer
   without its attention, where producers can write FP8. Eager and compiled, as ``together``.
 
-``median_ms`` is the GPU's time, which waits until all is launched; ``host_ms`` the host's.
-``..._db``: SQNR against float32. ``floor_ms``: of GEMMs and casts, from counted bytes and FLOPs
-(benchmarks/roofline.py) at the card's measured copy bandwidth and BF16 rate, FP8 twice that;
-``fused_floor_ms``: the same where producers cast, and the optimizer.
+``median_ms`` is the time on the GPU, which starts when the host has launched everything;
+``host_ms`` is the time on the host. ``..._db``: SQNR against float32. ``floor_ms``: lower bound of
+GEMMs and casts, from counted bytes and FLOPs (benchmarks/roofline.py) at the card's measured copy
+bandwidth and BF16 rate, with twice that rate for FP8; ``fused_floor_ms``: the same if producers and
+the optimizer cast.
 
-linear_shapes.csv, beside it, has the times of the recipes per shape, and the fastest.
+linear_shapes.csv in the same folder has the times of the recipes per shape, and the fastest.
 """
 
 import contextlib
@@ -279,12 +280,12 @@ def _variants(
 
 
 def learn_scales(module: nn.Module) -> None:
-    """Take the scales of delayed scaling from the pass before, as a step of the optimizer does."""
+    """Compute the scales of delayed scaling from the previous pass, as an optimizer step does."""
     renew_scales(layer for layer in module.modules() if isinstance(layer, Float8Layer))
 
 
 def widen_linears(module: nn.Module) -> None:
-    """Make weights float32: those that the optimizer stores in two halves keep payloads."""
+    """Make weights float32, so that the optimizer stores them in two halves and keeps payloads."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             layer.float()
@@ -368,7 +369,7 @@ def speed(
 
 
 def traffic(variant: str) -> Traffic | None:
-    """Return what the casts of a variant move; None for BF16."""
+    """Return the traffic of a variant's casts, or None for BF16."""
     if variant == BF16:
         return None
     if variant in TRAFFIC:
@@ -400,7 +401,7 @@ def _total(
 
 
 def write_shapes(path: Path) -> None:
-    """The times of the recipes per shape, from the rows of single linears, and the fastest."""
+    """Write the times of the recipes per shape, from single linears' rows, and the fastest."""
     shapes: dict[tuple[int, ...], dict[str, float]] = {}
     for row in read_rows(path):
         if row["K"] and row["median_ms"] and row["variant"] in (BF16, *RECIPES):

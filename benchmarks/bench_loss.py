@@ -4,15 +4,15 @@
     python -m benchmarks.bench_loss --toy        # a tiny model, also on a CPU
 
 2,000 steps of 8,192 tokens of Python's standard library (a few epochs) at a learning rate of 6e-4,
-a loop of its own with `convert_to_float8` and `convert_optimizer`, eager. Every variant sees the
-same tokens in the same order from the same weights, as a process of its own; several of them share
-the card, so that nothing here is a speed.
+in an eager loop with `convert_to_float8` and `convert_optimizer`. Each variant runs in its own
+process, with the same tokens in the same order from the same weights. Several processes share the
+card, so the times mean nothing.
 
-* ``last_loss``: mean of the last tenth of the steps; ``held_out_loss``: of files that nobody
-  trained on; ``..._difference``: against BF16, in percent.
-* ``bf16, again``: from weights that are larger by a millionth. What it differs by is chance.
+* ``last_loss``: mean of the last tenth of the steps; ``held_out_loss``: loss of held-out files;
+  ``..._difference``: difference to BF16, in percent.
+* ``bf16, again``: BF16 from weights that are larger by a millionth; its difference is chance.
 
-loss_curves.csv, beside it, has the mean loss of every fiftieth part of each run.
+loss_curves.csv in the same folder has the mean loss of every fiftieth part of each run.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def corpus(sizes: dict[str, int]) -> dict[str, Any]:
 def train_all(
     names: Iterable[str], tokens: dict[str, Any], steps: int, toy: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return the result of each variant; all run at a time."""
+    """Return the result of each variant; all run at the same time."""
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.save(tokens, f"{folder}/tokens")
@@ -142,7 +142,7 @@ def train_all(
 
 
 def train(name: str, tokens: dict[str, Any], steps: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Train a variant and return its losses and what it was."""
+    """Train a variant and return its losses and its properties."""
     device, options = default_device(), VARIANTS[name]
     torch.manual_seed(0)
     model = tiny_llama.build(tokens["vocabulary"], sizes["hidden"], sizes["layers"], 0, 1)
@@ -206,7 +206,7 @@ def evaluate(model: torch.nn.Module, held_out: Tensor, sizes: dict[str, int]) ->
 
 
 def mean(values: list[float]) -> float:
-    """Return the mean; NaN of none."""
+    """Return the mean, or NaN for no values."""
     return sum(values) / len(values) if values else math.nan
 
 

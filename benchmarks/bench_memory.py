@@ -5,18 +5,18 @@
     python -m benchmarks.bench_memory --toy      # a tiny model, also on a CPU
 
 Layouts of Llama-3.2-1B, -3B and 3.1-8B, one sequence of 4096 or ``--sequence`` tokens, AdamW, under
-autocast: BF16-mixed and our levels, with activation checkpointing and without. Of the second step
-(the first makes the states) every storage is followed by its category
+autocast: BF16-mixed and our levels, with activation checkpointing and without. The second step
+(the first creates the optimizer's states) is tracked storage by storage, by category
 (torch_fp8_tools/plan/memory_tracker.py):
 
 * weights, residuals, gradients, states of the optimizer, activations saved for backward, and
-  workspace: everything else, casts of weights and logits above all. The columns are what lived at
-  the moment of the peak, in MiB, and ``peak_mib`` their sum;
-* ``measured_mib``: the allocator's peak over a third step, which sees within kernels, too;
-* ``setup_mib``: the allocator's peak from the model's making to the end of the first step.
+  workspace: everything else, mainly casts of weights and logits. The columns are the bytes alive at
+  the moment of the peak, in MiB, and ``peak_mib`` is their sum;
+* ``measured_mib``: the allocator's peak over a third step, including memory within kernels;
+* ``setup_mib``: the allocator's peak from the creation of the model to the end of the first step.
 
-``--fake`` runs the same step on tensors that have shapes and no memory, on a CPU's operators: a
-count of what is to be expected, no measurement.
+``--fake`` runs the same step on tensors that have shapes but no memory, with the CPU's operators:
+it counts, and does not measure.
 """
 
 import argparse
@@ -74,7 +74,7 @@ TARGET_GIB = 80.0
 
 
 class Case(NamedTuple):
-    """A model, level and circumstances that are measured."""
+    """A model, its level, and the other options of a measurement."""
 
     model: str
     variant: str
@@ -183,14 +183,14 @@ def measure(
 
 
 def meta_model(case: Case, layout: dict[str, Any]) -> nn.Module:
-    """Return a converted model on the meta device: conversion refuses weights that are fake."""
+    """Return a converted model on the meta device, because conversion refuses fake weights."""
     model = causal_lm(layout, PLAIN, torch.device("meta"))
     convert(model, case)
     return model
 
 
 def convert(model: nn.Module, case: Case) -> None:
-    """Apply checkpointing and FP8 as the case has them."""
+    """Apply the case's checkpointing and FP8."""
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.variant != BF16:
@@ -208,7 +208,7 @@ def optimizer_for(case: Case, model: nn.Module, device: torch.device) -> torch.o
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Let tensors have shapes alone; in-place work of kernels on a GPU does nothing here."""
+    """Use tensors with shapes but no memory; kernels that write in place do nothing."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(float8_optimizer, "step_large"),
@@ -242,7 +242,7 @@ def train_step(
 def assign_standing(
     tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Tell the tracker what exists between steps."""
+    """Tell the tracker which tensors exist between steps."""
     for tensor in (*model.parameters(), *model.buffers()):
         tracker.assign(stored(tensor), "weights")
     for category, tensor in state_tensors(optimizer):

@@ -4,15 +4,16 @@
     python -m benchmarks.bench_moe --toy      # small sizes, also on a CPU
 
 The baseline is transformers' ``grouped_mm`` on BF16 weights: with float32 weights it would compute
-in float32, since autocast does not know it. Tokens choose experts at random (``random``), or four
-fifths of them one expert (``skewed``). Variants are interleaved in this process:
+in float32, since autocast does not cover it. Tokens choose experts at random (``random``), or four
+fifths of them choose one expert (``skewed``). Variants are interleaved in this process:
 
 * ``fp8``: one function for the block, six FP8 grouped GEMMs;
 * ``layer by layer``: a function for each of the two layers, as with adapters;
 * ``wgrad in BF16``: the same, four FP8 grouped GEMMs and two of BF16.
 
-* ``median_ms``: the GPU's time, which waits until all is launched; ``host_ms``: the host's.
-* ``tflops``: of the six products, rows of padding left out, over ``median_ms``.
+* ``median_ms``: time on the GPU, which starts when the host has launched everything; ``host_ms``:
+  time on the host.
+* ``tflops``: FLOPs of the six products without rows of padding, over ``median_ms``.
 * ``saved_bytes_per_token``: distinct storages that autograd saves, parameters apart;
   ``saved_share``: over the baseline's.
 * ``output_db``, ``grad_input_db``, ``grad_weight_db``: SQNR against the baseline; the last is the
@@ -75,7 +76,7 @@ class Case(NamedTuple):
         x, grad: (T, H) BF16, tokens and the gradient of the result.
         scores: (T, k) BF16.
         index: (T, k) int64.
-        flops: of the six products.
+        flops: number of FLOPs of the six products.
     """
 
     experts: nn.Module

@@ -4,12 +4,12 @@
     python -m benchmarks.bench_optimizer --toy   # a tiny model, also on a CPU: the reference path
 
 The parameters of a TinyLlama-1.1B layout with tied embeddings: 200 tensors, 1.03e9 elements. All
-variants step in this process, interleaved, with gradients that are there already. Before each call
-the GPU is given something to wait on, so that `median_ms` is the GPU's time; `host_ms` is the
-host's, which a training loop hides behind the backward pass or does not.
+variants step in this process, interleaved, with existing gradients. Before each call
+the GPU has to wait, so that `median_ms` is the time on the GPU; `host_ms` is the time on the
+host, which a training loop may hide behind the backward pass.
 
-`bytes` are counted from the tensors: weights and states read and written, gradients read, once
-each, also where update clipping reads gradients and second moments before. Takes 90 GB of memory.
+`bytes` are counted from the tensors: weights and states are read and written, gradients read, once
+each, even if update clipping reads gradients and second moments first. Takes 90 GB of memory.
 `floor_ms` is their time at the card's copy bandwidth, measured between the steps, and `copy_share`
 the floor over the median; `speedup` is over torch's fused AdamW. `loss`: of a small regression that
 the variant has trained for `LOSS_STEPS` steps.
@@ -91,7 +91,7 @@ def measure(
     """Add a row per variant, and one of the copy; peers come last, since they may compile long.
 
     Args:
-        arguments: of the command.
+        arguments: the command's arguments.
         device: where.
         add: takes all rows, those before being replaced.
     """
@@ -133,7 +133,7 @@ def rows_of(
     losses: dict[str, float],
     notes: dict[str, str],
 ) -> list[dict[str, object]]:
-    """Return the rows of what has been timed, or has a note."""
+    """Return the rows of variants with a time or a note."""
     copy_rate = num_bytes[COPY] / timings[COPY].median / 1e6
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
     rows: list[dict[str, object]] = []

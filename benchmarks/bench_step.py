@@ -3,34 +3,37 @@
     python -m benchmarks.bench_step            # on a GPU; runs/benchmarks/step.csv
     python -m benchmarks.bench_step --toy      # a tiny model, also on a CPU
 
-Layouts of Llama-3.2-3B, -1B and 3.1-8B with random weights, sequences of 4096, learnable tokens,
+Layouts of Llama-3.2-1B, -3B and 3.1-8B with random weights, sequences of 4096, learnable tokens,
 AdamW; as many sequences to a step as BF16-mixed fits into the card. BF16-mixed, our levels, torchao
 (its linears with fused AdamW, and with its low-bit AdamW on BF16 weights) and Transformer Engine,
 eager and with the decoder layers compiled, in one process: each round runs a few steps of every
 variant in turn, from the same weights on the same tokens.
 
-* ``median_ms``: from a step's begin to the next one's, on the GPU; ``forward_ms``,
+* ``median_ms``: from the beginning of a step to that of the next, on the GPU; ``forward_ms``,
   ``backward_ms``, ``optimizer_ms``: medians of its phases (with gradient release the optimizer
   runs in backward).
 * ``loss``: of the last step; ``loss_difference``: of the mean over the measured steps, against
   bf16-mixed in the same host and mode.
 * ``speedup``: over bf16-mixed in the same host and mode, ``speedup_over_compiled``: over compiled
   bf16-mixed, at equal batch; of adapters (``LoRA``) over those of bf16-mixed.
-* ``recipe``: of our linears (``fp8-mixed`` alone has ``auto`` measure and choose; it may leave some
-  in BF16: see ``fp8_linears``), and ``floor_ms`` is that recipe's.
-* ``peak_mib``: of the measured steps; ``run_peak_mib``: with everything before them.
+* ``recipe``: recipe of our linears, for which ``floor_ms`` holds. In ``fp8-mixed`` it is ``auto``'s
+  choice, which may leave some linears in BF16 (``fp8_linears``).
+* ``peak_mib``: peak of the measured steps; ``run_peak_mib``: peak including everything before them.
 * ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py);
   adapters have none.
+* step_kernels.csv, in the same folder: the kernels of one more step of each variant.
 * ``--largest``: each variant at the largest batch that fits, too, found from its peaks at 1 and 2.
 """
 
 import argparse
+import contextlib
 import math
 import statistics
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import kernels
 from benchmarks.bench_linear import traffic
 from benchmarks.card import free, measured_rates
 from benchmarks.measurement import (
@@ -42,6 +45,7 @@ from benchmarks.measurement import (
     default_device,
     environment,
     graphs_counted,
+    layers_apart,
     note_of,
     parser,
     print_table,
@@ -50,7 +54,15 @@ from benchmarks.measurement import (
 )
 from benchmarks.plot import draw
 from benchmarks.roofline import Rates, step_seconds
-from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE, parameter_count
+from benchmarks.shapes import (
+    LLAMA_3_1_8B,
+    LLAMA_3_2_1B,
+    LLAMA_3_2_3B,
+    SEQUENCE,
+    TOY_LLAMA,
+    TOY_SEQUENCE,
+    parameter_count,
+)
 from benchmarks.training_run import HOSTS, PHASES, WARMUP_STEPS, Run, Variant, bigram_tokens
 from torch_fp8_tools.plan.memory_tracker import CATEGORIES
 
@@ -68,6 +80,12 @@ VARIANTS = {
     "fp8-mixed, O3": Variant(FP8, {"opt_level": "O3"}, optimizer_bytes=11.2),
     "fp8-mixed, O3, release": Variant(
         FP8, {"opt_level": "O3", "gradient_release": True}, optimizer_bytes=11.2
+    ),
+    "fp8-mixed, FP8 head": Variant(FP8, {"loss_head": "fp8"}, optimizer_bytes=12.1),
+    "fp8-mixed, stock head": Variant(FP8, {"loss_head": "off"}, optimizer_bytes=12.1),
+    "fp8-mixed, layers apart": Variant(FP8, optimizer_bytes=12.1, apart=True),
+    "fp8-mixed, last step's scales": Variant(
+        FP8, {"graph_scales": "last_step"}, optimizer_bytes=12.1
     ),
     "fp8-mixed, cached weights": Variant(FP8, {"cache_weights": True}, optimizer_bytes=12.1),
     "fp8-mixed, delayed": Variant(FP8, {"recipe": "delayed"}, optimizer_bytes=12.1),
@@ -94,19 +112,25 @@ VARIANTS = {
 CASES = [
     ("lightning", "compiled", BF16),
     ("lightning", "compiled", FP8),
-    ("lightning", "eager", FP8),
-    ("lightning", "compiled", "torchao tensorwise"),
+    ("lightning", "compiled", "fp8-mixed, FP8 head"),
     ("lightning", "compiled", "torchao tensorwise, AdamWFp8"),
-    ("lightning", "compiled", "torchao rowwise"),
+    ("lightning", "eager", FP8),
+    ("lightning", "compiled", "fp8-mixed, layers apart"),
+    ("lightning", "compiled", "fp8-mixed, stock head"),
+    ("accelerate", "compiled", FP8),
+    ("lightning", "compiled", "fp8-mixed, last step's scales"),
+    ("lightning", "compiled", "torchao tensorwise"),
+    ("lightning", "compiled", LORA),
+    ("lightning", "compiled", "fp8-mixed, LoRA"),
+    ("lightning", "compiled", "fp8-mixed, cached weights"),
+    ("lightning", "compiled", "fp8-mixed, delayed"),
     ("lightning", "eager", BF16),
     ("lightning", "eager", "fp8-mixed, O3, release"),
     ("lightning", "eager", LORA),
     ("lightning", "eager", "fp8-mixed, LoRA"),
     ("accelerate", "compiled", BF16),
-    ("accelerate", "compiled", FP8),
+    ("lightning", "compiled", "torchao rowwise"),
     ("lightning", "compiled", "torchao rowwise, AdamW8bit"),
-    ("lightning", "compiled", "fp8-mixed, cached weights"),
-    ("lightning", "compiled", "fp8-mixed, delayed"),
     ("lightning", "compiled", "fp8-mixed, blockwise"),
     ("lightning", "eager", "Transformer Engine delayed"),
     ("lightning", "eager", "Transformer Engine blockwise"),
@@ -117,6 +141,13 @@ CASES = [
     ("accelerate", "eager", FP8),
     ("accelerate", "eager", "torchao by Accelerate"),
 ]
+MODELS = {
+    "Llama-3.2-1B": LLAMA_3_2_1B,
+    "Llama-3.1-8B, 8 layers": LLAMA_3_1_8B | {"num_hidden_layers": 8},
+    "Llama-3.2-3B": LLAMA_3_2_3B,
+    "Llama-3.1-8B": LLAMA_3_1_8B,
+}
+"""Layouts, the most telling first."""
 MOST_SEQUENCES = 8
 """The most sequences per step: more would take longer and tell no more."""
 SEEN = 0.9
@@ -136,7 +167,7 @@ class Case(NamedTuple):
 
 def main() -> None:
     arguments = parser("step", __doc__)
-    arguments.add_argument("--models", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     arguments.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
     arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -148,13 +179,15 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=2)
     arguments = arguments.parse_args()
     modes = arguments.modes or (("eager",) if arguments.toy else ("eager", "compiled"))
-    layouts = {name: LAYOUTS[name] for name in arguments.models}
+    layouts = {name: MODELS[name] for name in arguments.models}
     if arguments.toy:
         layouts = {"toy": TOY_LLAMA}
         arguments.steps, arguments.rounds = 2, 1
     device, budget = default_device(), Budget(arguments.budget)
     key = ("model", "host", "variant", "mode", "batch", "sequence")
     table = Table(arguments.csv, COLUMNS, key, environment(device))
+    where = arguments.csv.with_name("step_kernels.csv")
+    profiles = Table(where, (*key, *kernels.COLUMNS), key, environment(device))
     for model, layout in layouts.items():
         batch = arguments.batch or batch_for(model, device)
         cases = [
@@ -164,7 +197,7 @@ def main() -> None:
         ]
         bench = Bench(model, layout, arguments, device)
         for _ in range(arguments.rounds):
-            bench.round(cases, budget, table)
+            bench.round(cases, budget, table, profiles)
         if arguments.largest and device.type == "cuda":
             bench.largest(cases, budget, table)
     draw(arguments.csv)
@@ -173,13 +206,13 @@ def main() -> None:
 
 
 def batch_for(model: str, device: torch.device) -> int:
-    """Return the sequences per step at which bf16-mixed fits into the card, and 1 where none does.
+    """Return the sequences per step at which bf16-mixed fits into the card, and 1 if none does.
 
-    From its peak as counted (benchmarks/results/memory_counted.csv): weights and states stay, what
-    is saved for backward and the workspace grow with the batch.
+    It extrapolates the counted peak (benchmarks/results/memory_counted.csv): saved activations and
+    workspace grow with the batch, weights and states do not.
 
     Args:
-        model: a name of `LAYOUTS`; any other one gets 2.
+        model: a counted one; any other one gets 2.
         device: where it will run; a CPU gets 2, too.
     """
     counted = {"kind": "counted", "model": model, "variant": BF16, "checkpointing": "False"}
@@ -200,8 +233,8 @@ class Bench:
 
     Args:
         model: its name.
-        layout: of transformers.LlamaConfig.
-        arguments: of the command.
+        layout: arguments of transformers.LlamaConfig.
+        arguments: the command's arguments.
         device: where.
     """
 
@@ -220,8 +253,8 @@ class Bench:
         self.notes: dict[Case, str] = {}
         self.graphs: dict[Case, dict[str, object]] = {}
 
-    def round(self, cases: list[Case], budget: Budget, table: Table) -> None:
-        """Run a few steps of each case, and write its rows to the table when it ends."""
+    def round(self, cases: list[Case], budget: Budget, table: Table, profiles: Table) -> None:
+        """Run a few steps of each case, and write its rows and kernels when it ends."""
         for case in cases:
             if case in self.notes and self.notes[case] != NOT_REACHED:
                 continue
@@ -231,6 +264,7 @@ class Bench:
             with budget.piece():
                 self.try_run(case)
             table.add(self.rows(cases))
+            profiles.add(self.kernels())
         table.add(self.rows(cases))
 
     def try_run(self, case: Case) -> Run | None:
@@ -239,9 +273,13 @@ class Bench:
         tokens = bigram_tokens(steps * case.batch, self.sequence, self.layout["vocab_size"])
         run = None
         try:
-            with graphs_counted(self.graphs.setdefault(case, {}), case.mode):
+            variant = VARIANTS[case.variant]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(graphs_counted(self.graphs.setdefault(case, {}), case.mode))
+                if variant.apart:
+                    stack.enter_context(layers_apart())
                 run = HOSTS[case.host](
-                    VARIANTS[case.variant],
+                    variant,
                     case.mode == "compiled",
                     self.layout,
                     tokens,
@@ -278,6 +316,15 @@ class Bench:
         case = case._replace(batch=batch)
         run = self.runs[case][0] if self.runs.get(case) else self.try_run(case)
         return None if run is None else run.run_peak_mib
+
+    def kernels(self) -> list[dict[str, object]]:
+        """Return the kernels of a step of each case that has run."""
+        about = {"model": self.model, "sequence": self.sequence}
+        return [
+            {**about, **case._asdict(), **row}
+            for case, runs in self.runs.items()
+            for row in runs[-1].kernels
+        ]
 
     def rows(self, cases: list[Case]) -> list[dict[str, object]]:
         """Return a row for each case that has run, or has a note."""
@@ -327,7 +374,7 @@ def _mean_loss(runs: list[Run]) -> float:
 
 
 def _traffic(name: str, variant: Variant, recipe: str):
-    """Return what the casts of a variant move whose linears have run `recipe`; None for BF16."""
+    """Return the traffic of a variant's casts if its linears ran `recipe`, or None for BF16."""
     if variant.precision == FP8:
         if not recipe:  # no linear is faster in FP8
             return None

@@ -1,4 +1,4 @@
-"""What the card at hand does: its copy bandwidth and its BF16 rate, measured."""
+"""Measured rates of the card at hand: its copy bandwidth and its BF16 rate."""
 
 import gc
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def copying(size: int, device: torch.device) -> tuple[Callable[[], None], int]:
 
 
 def free(device: torch.device) -> None:
-    """Free the memory that nobody holds any more, so that the next variant has the card to
+    """Free unreferenced memory, so that the next variant has the card to
     itself; do nothing on the CPU.
     """
     if device.type == "cuda":

@@ -1,17 +1,16 @@
-"""What of 70 and more architectures of transformers runs in FP8, and their loss against BF16.
+"""How much of 90 transformers architectures runs in FP8, and their loss compared with BF16.
 
     nice -n 19 python -m benchmarks.coverage            # from the repository's root
 
 Each architecture, tiny and with random weights (`benchmarks.architectures`), learns one batch by
-heart for 30 steps, in BF16 and in FP8 from the same weights, and the loss of the last step is
-compared; their difference is a share of the first step's loss, for some learn it all. One run of a
-tiny model says little about a difference of a percent: two BF16 runs that differ by a millionth at
-the start end apart, too. What the table is for is the share of the FLOPs, and that nothing breaks.
+heart for 30 steps, in BF16 and in FP8 from the same weights. The difference of the last losses is a
+share of the first step's loss, because some models end near 0. One run of a tiny model says little
+about a difference of a percent, since two BF16 runs whose weights differ by a millionth also end
+apart. The table shows the share of the FLOPs, and that nothing breaks.
 A finished architecture becomes a row of the CSV at once, and is not run again unless it failed.
 
-``--experts`` counts, on the meta device, the FLOPs of mixtures of experts in the sizes that their
-configuration classes have by default. At the end docs/coverage.md is written from all rows;
-``--table`` does that alone.
+``--experts`` counts, on the meta device, the FLOPs of mixtures of experts with the default sizes of
+their configuration classes. ``--table`` writes docs/coverage.md from the committed rows.
 """
 
 import argparse
@@ -43,13 +42,13 @@ COLUMNS = [
     *("flops_share", "expert_share", "steps", "first_loss", "bf16_loss", "fp8_loss", "difference"),
     *("failure", "torch", "transformers", "commit", "date", "command"),
 ]
-TEXT = """# Coverage: what of a model runs in FP8
+TEXT = """# Coverage: which parts of a model run in FP8
 
-`python -m benchmarks.coverage` builds, converts and trains tiny models of transformers'
-architectures with random weights (rows and versions: `benchmarks/results/coverage.csv`; CPU
-emulation, level O2, recipe tensorwise).
+The tables show how much of {count} transformers architectures runs in FP8, and their loss.
+`python -m benchmarks.coverage` builds, converts and trains tiny models with random weights
+(rows and versions: `benchmarks/results/coverage.csv`; CPU emulation, level O2, recipe tensorwise).
 
-* *Layers*: linear layers in FP8, of all linear layers.
+* *Layers*: number of linear layers in FP8, and of all linear layers.
 * *FLOPs in FP8*: share of the FLOPs of all matrix products with a weight, forward and backward.
   The output layer (`lm_head`) stays in high precision by default, and is a larger part of a tiny
   model than of a real one.
@@ -60,10 +59,9 @@ emulation, level O2, recipe tensorwise).
 
 transformers stores the weights of all experts of a block in 3-D parameters (Mixtral, GPT-OSS,
 OLMoE, Qwen3-MoE, DeepSeek-V3, Llama-4 and others). [They run in FP8 grouped GEMMs](moe.md). The
-table gives the shares of a token's FLOPs, with the experts that it visits, at the default sizes
-of transformers' configuration classes (`python -m benchmarks.coverage --experts`): first of all
-matrix products with a weight, then of those outside the output layer, which stays in high
-precision.
+table gives the share of FP8 in a token's FLOPs, including the experts that it visits, at the
+default sizes of transformers' configuration classes (`python -m benchmarks.coverage --experts`).
+The last column leaves out the output layer, which stays in high precision.
 
 | architecture | parameters | FLOPs in FP8 | outside `lm_head` |
 |---|---|---|---|
@@ -71,22 +69,23 @@ precision.
 
 ## Ten seeds
 
-One seed says little. The table shows six small models (0.07 to 0.19 million parameters) with ten
-seeds each after 30 steps, with standard errors, in percent of BF16's loss
-(`python -m benchmarks.evidence.small_models_loss`, `benchmarks/results/small_models_loss.csv`). Its
-columns are:
+One seed says little. The table shows how much higher the loss of six small models (0.07 to 0.19
+million parameters) ends after 30 steps, in percent of BF16's loss: the mean of ten seeds with its
+standard error (`python -m benchmarks.evidence.small_models_loss`,
+`benchmarks/results/small_models_loss.csv`).
 
 * *BF16, perturbed*: BF16 from weights perturbed by a millionth, which shows BF16's own spread.
 * *Rounded in forward*, *in all GEMMs*: stock BF16 without this package, with the operands of
   linear layers and experts rounded to 8 bits in forward, or in all three GEMMs.
-* *O2*, and *O2 beyond that*: level O2, and its difference to the run before it, seed by seed.
+* *O2*, and *O2 beyond that*: level O2, and its difference to *in all GEMMs*, seed by seed.
 
-O2 costs as much as rounding to 8 bits costs models of this size, and nothing systematic beyond
-that. The models learn 8 rows of random tokens by heart. A model that memorizes a batch ends on a
-floor that rounding noise sets, and more noise raises it. Not known: whether larger models, or
-models that do not memorize, end higher, too. In [the fine-tuning and pretraining
-runs](results.md#loss-by-level), with 4 and 0.5 million parameters, nothing shows beyond the spread.
-[What FP8 costs in loss](loss.md) shows which rounding costs it on these models.
+For models of this size, O2 costs as much as rounding to 8 bits, and nothing systematic (above both
+0.5 % and three standard errors) beyond that. The models learn 8 rows of random tokens by heart. A
+model that memorizes a batch ends at a floor that rounding noise sets, and more noise raises it. We
+do not know whether larger models, or models that do not memorize, end higher, too. In [the
+fine-tuning and pretraining runs](results.md#loss-by-level), with 4 and 0.5 million parameters, O2
+ends within the spread. [What FP8 costs in loss](loss.md) shows which rounding causes the loss of
+these models.
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|
@@ -94,7 +93,7 @@ runs](results.md#loss-by-level), with 4 and 0.5 million parameters, nothing show
 
 ## {count} architectures
 
-The rows with a share of experts were trained before experts ran in FP8.
+In rows with a share of experts, the experts still ran in BF16.
 
 | architecture | kind | layers | FLOPs in FP8 | of experts | loss in BF16 | in FP8 | difference |
 |---|---|---|---|---|---|---|---|
@@ -106,7 +105,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*KINDS, []], help="none: all", metavar="name")
     text = "write docs/coverage.md from the committed rows, and end"
     parser.add_argument("--table", action="store_true", help=text)
-    parser.add_argument("--experts", action="store_true", help="count mixtures of experts alone")
+    parser.add_argument("--experts", action="store_true", help="count only mixtures of experts")
     add_csv(parser, RESULTS.stem)
     arguments = parser.parse_args()
     tell_kept(arguments.csv)
@@ -185,12 +184,12 @@ def _origin(arguments: str) -> dict[str, str]:
 def train(
     name: str, config: FP8Config | None, steps: int = STEPS
 ) -> tuple[list[float], ConversionReport | None]:
-    """Return the loss of each step, and what was converted.
+    """Return the loss of each step, and the report of the conversion.
 
     Args:
-        name: of the architecture.
-        config: None: BF16.
-        steps: of AdamW.
+        name: the architecture's name.
+        config: configuration of FP8, or None for BF16.
+        steps: number of AdamW's steps.
     """
     torch.manual_seed(0)
     model, report = make(name), None

@@ -1,9 +1,9 @@
-"""The GPU tests as `benchmarks.run_gpu` runs them: a plugin of pytest for their order and a CSV.
+"""The pytest plugin of `benchmarks.run_gpu`, which orders the GPU tests and writes a CSV.
 
-What has passed on a card before, by benchmarks/results/gpu_tests.csv, comes last. Of the rest, and
-of these, the first case of each test function comes first, from the kernels to the hosts, then the
-other cases: when time runs out, every function has run once. The CSV has a row for each test from
-the beginning, "not run", and is written again whenever one has ended.
+Tests that have passed on a card before (benchmarks/results/gpu_tests.csv) come last. Among these,
+and among the others, the first case of each test function comes first, from the kernels to the
+hosts, and then the other cases: when time runs out, every function has run once. From the
+beginning the CSV has a row "not run" for each test; it is rewritten whenever a test ends.
 """
 
 import csv

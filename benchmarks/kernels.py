@@ -20,12 +20,20 @@ def kernel_rows(run: Callable[[], object], device: torch.device) -> list[dict[st
     Returns:
         rows of COLUMNS, the slowest first, and a last one ``all`` with the sums.
     """
-    on_gpu = device.type == "cuda"
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with profile(activities=[activity]) as recorded:
+    with profiler(device) as recorded:
         run()
         synchronize(device)
-    found = []
+    return rows_of(recorded, device)
+
+
+def profiler(device: torch.device) -> profile:
+    """Return a profiler of kernels, on a CPU of operators."""
+    return profile(activities=[getattr(ProfilerActivity, device.type.upper())])
+
+
+def rows_of(recorded: profile, device: torch.device) -> list[dict[str, object]]:
+    """Return the rows of a profile; see `kernel_rows`."""
+    on_gpu, found = device.type == "cuda", []
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if microseconds > 0:

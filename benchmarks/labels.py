@@ -1,4 +1,4 @@
-"""What columns and values of the CSV files are called in pictures."""
+"""Names of the CSV files' columns and values in pictures."""
 
 from typing import Any
 
@@ -41,8 +41,8 @@ def label(row: dict[str, Any], columns: tuple[str, ...]) -> str:
     """Name a row by the values of some columns.
 
     Args:
-        row: of a CSV.
-        columns: those that tell rows apart, in order.
+        row: row of a CSV.
+        columns: columns that distinguish rows, in order.
     """
     return ", ".join(word for word in (_word(c, row.get(c) or "") for c in columns) if word)
 

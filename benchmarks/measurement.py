@@ -1,4 +1,4 @@
-"""Interleaved timing, and CSV rows that say where they come from."""
+"""Interleaved timing, and CSV rows with their origin."""
 
 import argparse
 import datetime
@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from benchmarks.rows import OUTPUT, RESULTS, ROOT, read_rows, write_rows
+from torch_fp8.conversion import fused_layers
 
 TOY_RESULTS = ROOT / "runs" / "toy"
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "triton", "commit", "date", "command")
@@ -47,10 +49,10 @@ def interleaved(
     wait_ms: float = 0.0,
     failures: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
-    """Time every variant in turn, so that drift of clocks and temperature hits all alike.
+    """Time the variants in turn, so that drift of clocks and temperature affects all of them.
 
     Args:
-        variants: name -> one call of what is measured.
+        variants: name -> one call of the measured function.
         device: where they run; on a GPU the L2 cache is flushed before each call.
         repetitions: calls of each variant.
         warmup: calls of each variant before; None: 3 on a GPU, 1 on a CPU, where figures are there
@@ -138,7 +140,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command_line() -> str:
-    """Return the command that this process runs, as one would type it."""
+    """Return the command of this process, as you would type it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return shlex.join(["python", *sys.argv])
@@ -152,7 +154,7 @@ def parser(
     ``--csv``.
 
     Args:
-        name: of the CSV, without its ending.
+        name: the CSV's name without its ending.
         without_gpu: flags with which it runs at full size without a card, too.
     """
 
@@ -179,7 +181,7 @@ def parser(
 class Budget:
     """The seconds that a benchmark may take; a piece begins if the longest so far would still fit.
 
-    The first piece always does: a benchmark without a row would be worth nothing.
+    The first piece always begins, because a benchmark without a row is worth nothing.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -205,6 +207,13 @@ class Budget:
 NOT_REACHED = "not reached within the budget"
 
 
+@contextmanager
+def layers_apart() -> Iterator[None]:
+    """Convert models whose layers that read one input multiply apart."""
+    with mock.patch.object(fused_layers, "can_group", return_value=False):
+        yield
+
+
 def note_of(error: BaseException) -> str:
     """Return a failure as one line of a row."""
     longest = 600 if isinstance(error, GraphBreaksError) else 160
@@ -221,7 +230,7 @@ GRAPHS = ("graphs", "breaks")
 
 
 class GraphBreaksError(Exception):
-    """The code to be timed as compiled runs in pieces, with Python between them."""
+    """Code that should run as one graph has graph breaks."""
 
 
 @contextmanager
@@ -248,15 +257,15 @@ def graphs_counted(figures: dict[str, object], mode: str) -> Iterator[None]:
 
 
 class Table:
-    """The rows of a CSV, written whole whenever some are added: a cut-off run keeps its rows.
+    """The rows of a CSV, which is rewritten whenever rows are added: a cut-off run keeps its rows.
 
     Rows stay until their group is added again, those of an earlier run, too: several runs fill one
     file, and each row has its own commit and date.
 
     Args:
-        path: of the CSV.
+        path: the CSV's path.
         columns: in order, without the environment's.
-        group: the columns that name what is measured together; its rows come and go together.
+        group: the columns of a group, whose rows are measured and replaced together.
         about: the environment, see `environment`.
     """
 
@@ -269,9 +278,9 @@ class Table:
         self._earlier = read_rows(path)
 
     def add(self, rows: list[dict[str, object]]) -> None:
-        """Add rows, in place of those of the same groups, and write the file.
+        """Replace the rows of these groups, and write the file.
 
-        What was not reached this time takes nobody's place.
+        Rows of other groups stay.
         """
         have = {self._group_of(row) for row in (*self._earlier, *self.rows)}
         rows = [

@@ -1,9 +1,9 @@
-"""The picture of README: losses of a fine-tuning in BF16 and FP8, and the memory of a larger one.
+"""The picture in README: losses of a fine-tuning in BF16 and FP8, and memory of a larger one.
 
     python -m benchmarks.overview           # runs/benchmarks/overview.png
     python -m benchmarks.overview --docs    # docs/images/overview.png
 
-It measures nothing and draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the
+It measures nothing and draws committed files: ``benchmarks/results/fine_tuning_curves.csv``, the
 losses of a fine-tuning whose script is in commit 9b7d5a8, and ``memory_counted.csv`` of
 `benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
 """
@@ -53,7 +53,7 @@ def peaks(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def saving() -> str:
-    """Return the peaks in BF16 and in FP8, as the picture and its description in README say."""
+    """Return the peaks in BF16 and in FP8 as text for the picture and for README."""
     bf16, fp8 = (sum(peaks(read_rows(MEMORY))[name].values()) for name in ("bf16-mixed", "O2"))
     return f"from {bf16:.0f} to {fp8:.0f} GiB"
 

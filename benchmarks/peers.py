@@ -1,7 +1,7 @@
-"""The peers that the benchmarks run beside us: torchao and Transformer Engine.
+"""The libraries that the benchmarks compare with: torchao and Transformer Engine.
 
-Each builder raises ImportError or whatever the peer raises where it cannot run; the benchmark makes
-that the note of its row. Both are used through their public interfaces, as their documents say.
+If a library cannot run, its builder raises an error, which the benchmark writes as a note into its
+row. Both are used through their public interfaces, as documented.
 """
 
 import dataclasses
@@ -60,9 +60,9 @@ class TransformerEngine(nn.Module):
     """A module whose linears are Transformer Engine's, and which runs under its autocast.
 
     Args:
-        module: in BF16 on a GPU; its ``nn.Linear`` children are replaced, and their weights kept.
+        module: BF16 module on a GPU, whose ``nn.Linear`` children are replaced, with their weights.
         recipe: a key of `TRANSFORMER_ENGINE_RECIPES`.
-        skip: last components of names that stay as they are.
+        skip: last components of the names of modules that stay unchanged.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""A picture of each benchmark from its CSV.
+"""A picture of each benchmark, drawn from its CSV.
 
-    python -m benchmarks.plot benchmarks/results/linear.csv ...     # linear.png beside it
+    python -m benchmarks.plot benchmarks/results/linear.csv ...     # linear.png in the same folder
 
-Benchmarks draw theirs when they end. Needs matplotlib (torch-fp8[examples]); without it the CSV is
-all there is. A panel has eight lines at most, each of its own colour and mark; where there are more
-variants they are drawn in one panel for each family, beside the same BF16.
+Benchmarks draw their picture when they end, if matplotlib is installed (torch-fp8[examples]). A
+panel has at most eight lines, each with its own colour and mark. More variants are split into a
+panel for each family, all with the same BF16.
 """
 
 import argparse
@@ -42,10 +42,10 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        title: what the others of the picture do not show.
-        draw: gets the axes and the rows.
-        height: of so many bars; 0: of the usual size.
-        key: panels of one key share the limits of their values.
+        title: what distinguishes the panel from the others.
+        draw: function of the axes and the rows.
+        height: number of bars that set the height, or 0 for the usual height.
+        key: panels with the same key share the limits of their values.
     """
 
     title: str
@@ -58,12 +58,12 @@ Panels = Callable[[Rows], Iterator[Panel]]
 
 
 def draw(path: Path) -> Path | None:
-    """Draw the picture of a benchmark's CSV beside it.
+    """Draw the picture of a benchmark's CSV into the same folder.
 
     Args:
-        path: of a CSV with the name of one in `PICTURES`.
+        path: path of a CSV whose name is in `PICTURES`.
     Returns:
-        the path of the PNG; None, with a line printed, where it was not drawn.
+        the path of the PNG, or None if it was not drawn, for a printed reason.
     """
     if path.stem not in PICTURES:
         print(f"no picture of {path.name}: that of {', '.join(PICTURES)} is told by the name")
@@ -158,7 +158,7 @@ def _in_families(points: Lines) -> Iterator[tuple[str, Lines]]:
 
 
 def _merged(points: Lines) -> Lines:
-    """Merge lines that lie on one another into one, named after all of them."""
+    """Merge lines that coincide into one with the names of all."""
     merged: list[tuple[list[str], list[tuple[float, float]]]] = []
     for name, line in points.items():
         for names, other in merged:
@@ -209,9 +209,9 @@ def bars(
         keep: which rows.
         by: column; empty: all rows in one panel.
         axis_label: with the unit; None where the one column has one in `AXES`.
-        scale: that values are multiplied by.
+        scale: factor of the values.
         limit: drawn as a line, where the bars come near it.
-        title: of the panels, before the value of `by`.
+        title: title of the panels, before the value of `by`.
     """
     y = tuple(y)
 
@@ -292,7 +292,7 @@ def _is(**wanted: str) -> Keep:
 
 
 def _where(rows: Rows) -> list[str]:
-    """Return a line on the card and the versions that rows were made with."""
+    """Return a line with the card and the versions of the rows."""
     cards = sorted({row["gpu"] for row in rows if row.get("gpu")})
     versions = sorted({f"torch {row['torch']}" for row in rows if row.get("torch")})
     real = [card for card in cards if not card.startswith("none")]

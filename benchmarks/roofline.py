@@ -1,4 +1,4 @@
-"""How fast a linear, a block and a step can be at best: a model on paper, no measurement.
+"""Estimated lower bounds of the time of a linear, a block and a step.
 
     python -m benchmarks.roofline       # runs/benchmarks/roofline.csv
 
@@ -22,8 +22,8 @@ BF16 at 2 bytes and FP8 at 1, an amax reads 2, and a cast reads 2 and writes 1 f
 
 Ours are as counted from the launches (benchmarks/results/quantization_bytes.csv).
 
-The model's cards: data sheet peaks times the shares that are reached (`SHARE_OF_FLOPS`,
-`SHARE_OF_BANDWIDTH`), FP8 twice BF16. Benchmarks take measured rates instead: see
+Rates of cards are the data sheet's peaks times the usual shares (`SHARE_OF_FLOPS`,
+`SHARE_OF_BANDWIDTH`), with twice the BF16 rate for FP8. Benchmarks use measured rates instead: see
 benchmarks/card.py.
 """
 
@@ -114,7 +114,7 @@ def cast_bytes(m: int, k: int, n: int, traffic: Traffic) -> float:
 
 
 def linear_seconds(m: int, k: int, n: int, rates: Rates, traffic: Traffic | None) -> float:
-    """Return the seconds of a linear's forward and backward with casts; `traffic` None: in BF16."""
+    """Return the seconds of a linear's forward and backward with casts, or without in BF16."""
     gemms = gemms_seconds(m, k, n, rates, fp8=traffic is not None)
     return gemms + (cast_bytes(m, k, n, traffic) / rates.bandwidth if traffic else 0.0)
 
@@ -155,7 +155,7 @@ def fused_linears(linears: dict[str, tuple[int, int]]) -> dict[str, tuple[int, i
 def block_seconds(
     m: int, sequence: int, layout: dict[str, int], rates: Rates, traffic: Traffic | None
 ) -> float:
-    """Return the seconds of a decoder layer on m tokens: linears, attention, and what is between.
+    """Return the seconds of a decoder layer on m tokens: linears, attention, and the rest.
 
     Causal attention takes 2 m S Q operations forward and 2.5 times as many backward (S tokens per
     sequence, Q features of all heads), in BF16. Norms, rotary embedding, SwiGLU, attention and the
@@ -200,7 +200,7 @@ def step_seconds(
     The loss reads the float32 logits once forward and, with their gradient written, once backward.
 
     Args:
-        optimizer_bytes: that a step of it reads and writes.
+        optimizer_bytes: bytes that its step reads and writes.
     """
     vocabulary = layout["vocab_size"]
     blocks = layout["num_hidden_layers"] * block_seconds(m, sequence, layout, rates, traffic)

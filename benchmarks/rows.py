@@ -1,15 +1,15 @@
-"""The rows of CSV files: where they are written, and which code made them.
+"""The rows of CSV files: where they are written, and which code produced them.
 
-    python -m benchmarks.rows    # of each committed CSV, which commit has the code that made it
+    python -m benchmarks.rows    # for each committed CSV, the commit with the code of its rows
 
 A benchmark writes below ``runs/benchmarks``, never over a file of the repository unless you name
-one with ``--csv``. Rows that are there are kept, and not measured again: a cut-off run goes on, and
-what is printed at the end is of all rows.
+one with ``--csv``. It keeps existing rows and does not measure them again, so an interrupted run
+continues, and the output at the end covers all rows.
 
-The last column, ``code``, is the `digest` of the code that made the row, in 12 hexadecimal digits.
-Commits are squashed and moved; a digest is found again wherever the files are the same. Rows from
-before there was the column say ``committed with`` the digest of the commit that brought them: what
-made them was that code or one shortly before.
+The last column, ``code``, is the `digest` of the code that produced the row, in 12 hexadecimal
+digits. Commits can be squashed and moved; a digest is found again wherever the files are the same.
+Rows that are older than the column have ``committed with`` and the digest of the commit that added
+them, whose code, or a slightly older one, produced them.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def add_csv(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a CSV; none where it does not exist."""
+    """Return the rows of a CSV, or none if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -80,9 +80,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace `path` by these rows, with the code that made them behind `columns`.
+    """Replace `path` by these rows, with the digest of the code as the last column.
 
-    Written whole each time: a cut-off run keeps its rows.
+    The whole file is written each time, so a cut-off run keeps its rows.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = [*(column for column in columns if column != CODE), CODE]
@@ -95,7 +95,7 @@ def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 
 def tell_kept(path: Path) -> None:
-    """Say which rows will not be measured again; to be called by whoever goes on with a file."""
+    """Print which rows will not be measured again; call it if you continue a file."""
     kept = len(read_rows(path))
     if kept:
         print(f"{kept} rows are in {path}: they are printed, not measured again", flush=True)
@@ -107,7 +107,7 @@ def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
 
 
 def commits_of(wanted: set[str]) -> dict[str, str]:
-    """Return the newest commit that has each of these digests, as far as the history has one."""
+    """Return the newest commit with each of these digests, if the history has one."""
     found: dict[str, str] = {}
     for commit in _git("log", "--format=%h"):
         if wanted <= found.keys():
@@ -117,7 +117,7 @@ def commits_of(wanted: set[str]) -> dict[str, str]:
 
 
 def origins(folder: Path = RESULTS) -> Iterator[tuple[str, int, str]]:
-    """Yield the name of each CSV, how many rows say the same of their code, and what."""
+    """Yield the name of each CSV, a number of rows, and the code that these rows have in common."""
     for path in sorted(folder.glob("*.csv")):
         said = [row.get(CODE, "") for row in read_rows(path)]
         for value in dict.fromkeys(said):

@@ -1,25 +1,25 @@
-"""Everything that awaits a GPU, in one command: the self-test, the GPU tests, every benchmark.
+"""Everything that needs a GPU, in one command: the self-test, the GPU tests, every benchmark.
 
     python -m benchmarks.run_gpu                          # what fits into nine minutes
     python -m benchmarks.run_gpu --seconds 1500           # or into the time that you have
     python -m benchmarks.run_gpu --parts linear block     # some; several calls cover everything
     python -m benchmarks.run_gpu --toy                    # the same at toy size, also on a CPU
 
-The parts and their order are those of `PARTS`. A plan with the estimated seconds of each comes
-first. A part gets its estimate, and its share of what is left over if all of them fit. At the end
-stands what was not run, with the command for it. If a check of the self-test fails nothing else is
-run, for no figure of a broken engine is worth having.
+The parts and their order are those of `PARTS`. The command first prints a plan with the estimated
+seconds of each. A part gets its estimate and, if all parts fit, its share of the remaining time. At
+the end the command prints the parts that did not run, with their commands. If a check of the
+self-test fails, it runs nothing else.
 
-Each part is a process of its own, which writes a CSV row by row: tests.csv has a row for each test
-from the beginning, and the benchmarks draw pictures, too. gpu_run.csv says how each part went. The
-files lie under ``$OUT`` if that is set, else in runs/benchmarks. What follows ``--`` goes to
-every part that is named:
+Each part is a process that writes a CSV row by row: tests.csv has a row for each test
+from the beginning, and the benchmarks draw pictures, too. gpu_run.csv has the result of each part.
+The files are in ``$OUT`` if it is set, otherwise in runs/benchmarks. Arguments after ``--`` go to
+every part in ``--parts``:
 
     python -m benchmarks.run_gpu --parts step -- --models Llama-3.1-8B --modes compiled
 
-``tests`` run in several processes where pytest-xdist is there, for most of their time goes into
-compiling kernels; see `benchmarks.gpu_tests` for their order. ``timing`` are the tests that compare
-times, which need the card to themselves. The exit status is 0 if that of every part is.
+``tests`` run in several processes if pytest-xdist is installed, because compiling kernels takes
+most of their time; see `benchmarks.gpu_tests` for their order. ``timing`` are the tests that
+compare times and need the card for themselves. The exit status is 0 if that of every part is 0.
 """
 
 import argparse
@@ -51,20 +51,20 @@ from torch_fp8_tools.env.result import SUBJECTS
 SECONDS = 540.0
 """The seconds of the whole, so that ten minutes also hold the start of Python and the results."""
 PARTS = {
-    "self-test": 90.0,
-    "tests": 240.0,
-    "timing": 30.0,
-    "linear": 120.0,
-    "block": 90.0,
-    "moe": 60.0,
+    "self-test": 40.0,
+    "step": 300.0,
+    "block": 60.0,
     "head": 45.0,
+    "moe": 45.0,
+    "tests": 120.0,
+    "timing": 30.0,
     "optimizer": 45.0,
+    "loss": 340.0,
+    "linear": 120.0,
     "gemm": 60.0,
     "memory": 60.0,
-    "step": 240.0,
-    "loss": 340.0,
 }
-"""The estimated seconds of each part on an H100 with 16 cores, in the order in which they run."""
+"""The estimated seconds of each part on an H200 with 16 cores, the most telling first."""
 TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
 """The tests that each part of tests runs."""
 GRACE = 20.0
@@ -127,7 +127,7 @@ def default_results(toy: bool) -> Path:
 
 
 def time_of(names: list[str], left: float) -> float:
-    """Return the seconds that the first of the remaining parts gets; 0 if it does not begin.
+    """Return the seconds of the first of the remaining parts, or 0 if it does not begin.
 
     Args:
         names: the parts that remain.
@@ -140,7 +140,7 @@ def time_of(names: list[str], left: float) -> float:
 
 
 def plan(names: list[str], seconds: float) -> str:
-    """Return the lines that say what will be run, if every part takes the time that it gets."""
+    """Return the lines of the plan, if every part takes its time."""
     lines, left = [f"== plan for {seconds:.0f} s; estimated seconds, and those it gets"], seconds
     for i, name in enumerate(names):
         given = time_of(names[i:], left)
@@ -150,7 +150,7 @@ def plan(names: list[str], seconds: float) -> str:
 
 
 def tests_told(path: Path) -> str:
-    """Return how many tests of a CSV had each result, for the line on their part."""
+    """Return the number of tests with each result in a CSV, for the line of their part."""
     counts = counted(path)
     return "".join(f", {count} {result}" for result, count in counts.items())
 
@@ -175,7 +175,7 @@ def command_of(name: str, results: Path) -> list[str]:
 
 
 def gpu_tests(name: str) -> list[str]:
-    """Return the files with GPU tests of a part: others may need packages that a machine with a
+    """Return the files with a part's GPU tests; others may need packages that a machine with a
     card lacks.
     """
     files = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -1,4 +1,4 @@
-"""The layer shapes that the benchmarks run, and smaller ones that stand in for them on a CPU."""
+"""The layer shapes of the benchmarks, and smaller ones for a CPU."""
 
 import math
 

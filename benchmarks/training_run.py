@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_fp8 import FP8Kwargs
-from benchmarks import peers
+from benchmarks import kernels, peers
 from benchmarks.card import synchronize
 from benchmarks.measurement import COMPILER
 from lightning_fp8 import FP8Precision
@@ -39,12 +39,13 @@ class Variant:
 
     Attributes:
         precision: ``bf16-mixed``, ``bf16-true`` or ``fp8-mixed``.
-        config: of FP8; fields that differ from the default.
-        peer: whose linears instead, as `benchmarks.peers` names them: ``torchao rowwise``.
+        config: fields of `FP8Config` that differ from the default.
+        peer: library and recipe of the linears, a key of `benchmarks.peers`: ``torchao rowwise``.
         optimizer: ``AdamW`` (fused on a GPU) or one of `peers.TORCHAO_OPTIMIZERS`.
-        optimizer_bytes: that its step reads and writes per parameter: weight and states twice,
+        optimizer_bytes: bytes that its step moves per parameter: weight and states twice,
             gradient once.
-        lora: rank of adapters of all linear layers; 0: every weight is trained.
+        lora: rank of adapters of all linear layers, or 0 to train all weights.
+        apart: whether layers that read one input have separate products.
     """
 
     precision: str
@@ -53,6 +54,7 @@ class Variant:
     optimizer: str = "AdamW"
     optimizer_bytes: float = 28.0
     lora: int = 0
+    apart: bool = False
 
 
 class Marks:
@@ -100,12 +102,13 @@ class Run:
     """The results of a few steps; memory in MiB, 0 on the CPU.
 
     Attributes:
-        milliseconds: of each measured step.
-        losses: of every step.
-        peak_mib: of the steps after the warm-up.
-        run_peak_mib: of everything, set-up included.
-        num_fp8_linears: that were ours.
-        recipe: of these, the one that ``auto`` chose where none was named; empty without any.
+        milliseconds: times of each measured step.
+        losses: loss of every step.
+        peak_mib: peak of the steps after the warm-up.
+        run_peak_mib: peak of everything, including the set-up.
+        num_fp8_linears: number of our linears.
+        recipe: recipe of these layers, ``auto``'s choice if none was set, or empty.
+        kernels: rows of the last step, which is not measured; see `benchmarks.kernels.COLUMNS`.
     """
 
     milliseconds: list[dict[str, float]]
@@ -114,13 +117,15 @@ class Run:
     run_peak_mib: float
     num_fp8_linears: int
     recipe: str = ""
+    kernels: list[dict[str, object]] = field(default_factory=list)
 
 
 class _Recorder:
-    """A recorder of a run while it goes on."""
+    """A recorder of a run of some steps while it goes on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.marks = device, Marks(device)
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self.device, self.marks, self.steps = device, Marks(device), steps
+        self.profile = kernels.profiler(device)
         self.losses: list[Tensor] = []
         self.recipes: list[str] = []
         self._peaks: list[float] = []
@@ -131,6 +136,9 @@ class _Recorder:
             self._note_peak()
             self._reset()
         self.marks.begin()
+        if len(self.losses) == self.steps - 1:
+            synchronize(self.device)
+            self.profile.start()
 
     def finish(self, loss: Tensor, model: nn.Module) -> None:
         self.marks.end("optimizer")
@@ -140,8 +148,9 @@ class _Recorder:
             self.recipes = [m.fp8.recipe.name for m in linears]
 
     def close(self) -> None:
-        """Stop recording: the last step is over, and what comes now is not to be measured."""
+        """Stop recording after the last step."""
         synchronize(self.device)
+        self.profile.stop()
         self._note_peak()
 
     def result(self) -> Run:
@@ -149,7 +158,8 @@ class _Recorder:
         losses = [float(loss) for loss in self.losses]
         peaks = self._peaks[-1], max(self._peaks)
         names = ", ".join(dict.fromkeys(self.recipes))
-        return Run(milliseconds, losses, *peaks, len(self.recipes), names)
+        rows = kernels.rows_of(self.profile, self.device)
+        return Run(milliseconds, losses, *peaks, len(self.recipes), names, rows)
 
     def _note_peak(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -205,7 +215,7 @@ def optimizer_of(variant: Variant, parameters: Any, device: torch.device) -> tor
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile decoder layer by decoder layer, after whoever converts has converted them."""
+    """Compile each decoder layer; call it after the conversion."""
     for module in model.modules():
         if type(module).__name__ == "LlamaDecoderLayer":
             module.compile(backend=COMPILER)
@@ -232,7 +242,7 @@ class CausalLM(lightning.LightningModule):
         return optimizer_of(self.variant, self.parameters(), device)
 
     def cpu(self) -> "CausalLM":
-        """Return self: at the end of a fit Lightning would copy it, and nobody wants the copy."""
+        """Return self, so that Lightning does not copy the model at the end of a fit."""
         return self
 
 
@@ -277,14 +287,14 @@ def run_lightning(
     """Run steps of a fresh model through Lightning's Trainer.
 
     Args:
-        variant: what trains.
+        variant: the variant to train.
         compiled: whether decoder layers are compiled.
-        layout: of transformers.LlamaConfig.
+        layout: arguments of transformers.LlamaConfig.
         tokens: (steps * batch, sequence).
         batch: sequences per step.
         device: where.
     """
-    recorder = _Recorder(device)
+    recorder = _Recorder(device, len(tokens) // batch)
     module = CausalLM(causal_lm(layout, variant, device), variant, compiled)
     precision: dict[str, Any] = {"precision": variant.precision}
     if variant.config:
@@ -318,7 +328,7 @@ def run_accelerate(
     from accelerate.utils import AORecipeKwargs
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the variant before
-    recorder = _Recorder(device)
+    recorder = _Recorder(device, len(tokens) // batch)
     by_accelerate = variant.peer == "torchao by Accelerate"
     handlers: list[Any] = []
     if by_accelerate:

@@ -1,4 +1,4 @@
-"""A block-scaled FP8 GEMM in Triton, which `bench_gemm` measures beside torch's scaled matmul.
+"""A block-scaled FP8 GEMM in Triton, which `bench_gemm` compares with torch's scaled matmul.
 
 ``C = A B^T`` on the payloads and scales of `torch_fp8.ops.quantize`. A program sums one tile of C
 over blocks of 128 in order: the tensor core multiplies one block, whose result is scaled and added
@@ -6,13 +6,13 @@ up in float32. That is the promotion that Hopper needs, whose FP8 accumulator is
 float32; within a block, four instructions long, it accumulates as it does. No sum is split, so
 every run gives the same bits.
 
-Operands come to shared memory by TMA, which puts zeros outside of them: any number of rows takes no
-copy, where torch's operator wants rows padded and square scales transposed. A contraction dimension
-that is no multiple of 16, which TMA does not take, is padded.
+TMA loads operands into shared memory and fills with zeros outside of them, so no number of rows
+needs a copy, whereas torch's operator needs padded rows and transposed square scales. A contraction
+dimension that is not a multiple of 16 is padded, because TMA requires that.
 
-Which tile is the fastest, and whether one beats torch's GEMM, is for a card to say: each has rows
-of its own. None is in the library before that. Legend: R rows of A and C, S rows of B and columns
-of C, C contracted.
+No card has measured yet which tile is the fastest, and whether one beats torch's GEMM; each tile
+has its own rows. Until then the kernel stays out of the library. Legend: R rows of A and C, S rows
+of B and columns of C, C contracted.
 """
 
 from typing import NamedTuple
@@ -31,10 +31,10 @@ GROUP = 8
 
 
 class Tile(NamedTuple):
-    """What a program computes of C, and with how much.
+    """The tile of C that a program computes, and its resources.
 
     Attributes:
-        rows, cols: of C; the columns, which lie in one square block of B, divide 128.
+        rows, cols: size in C; the columns, which lie in one square block of B, divide 128.
         warps: of a program. A thread holds the tile's sums and the block's, so that 64 x 128
             elements for four of them are the most that registers take.
         stages: blocks of A and B in shared memory at a time.
@@ -78,7 +78,7 @@ def blockwise_gemm(
         a: (R, C) of block_1x128, E4M3 or E5M2.
         b: (S, C) of block_1x128 or block_128x128, E4M3 or E5M2.
         out_dtype: float32, bfloat16 or float16.
-        tile: of `TILES`.
+        tile: one of `TILES`.
         bias: (S,) of any floating dtype, or None.
     Returns:
         (R, S) of `out_dtype`.

@@ -1,4 +1,4 @@
-"""The kernel behind `benchmarks.triton_gemm`, which launches it; legend and reasons are there."""
+"""The kernel that `benchmarks.triton_gemm` launches; the legend is there."""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,10 @@
-"""Runs the tests of a host under its older and newer versions: ``versions.csv``.
+"""Run a host's tests with its older and newer versions: ``versions.csv``.
 
-``python -m benchmarks.versions --parts lightning-2.5 accelerate-1.10`` makes an environment of its
-own for each part, on top of the one that runs this (so that torch is not installed again), installs
+``python -m benchmarks.versions --parts lightning-2.5 accelerate-1.10`` creates an environment for
+each part, on top of the current one (so that torch is not installed again), installs
 the newest release of that minor version and this project as a user would (not editable), runs the
-host's tests (`TESTS`) and writes a row. ``--list`` names the parts that docs/versions.md shows. A
-part names further packages after ``+``: ``accelerate-1.1+transformers-4.57``.
+host's tests (`TESTS`) and writes a row. ``--list`` prints the parts in docs/versions.md. A
+part can have more packages after ``+``: ``accelerate-1.1+transformers-4.57``.
 
 ``--parts newest`` tries the newest torch and hosts that are newer than docs/versions.md promises.
 ``torch-2.15`` installs that torch, gigabytes, unless the base has it. ``--base PYTHON`` builds on
@@ -117,7 +117,7 @@ def parse(part: str) -> list[tuple[str, str]]:
 
 
 def requirements(items: Iterable[tuple[str, str]]) -> list[str]:
-    """Return what pip is to install: the newest release of each minor version."""
+    """Return requirements for pip: the newest release of each minor version."""
     wanted = []
     for name, version in items:
         if name == "python":
@@ -157,7 +157,7 @@ def make_environment(base: str, folder: Path, wanted: Sequence[str], source: Pat
 
 
 def snapshot(folder: Path) -> Path:
-    """Copy the tracked files to `folder`, so that a run can go on while somebody edits them."""
+    """Copy the tracked files to `folder`, so that you can edit them during a run."""
     for name in _run(["git", "-C", str(ROOT), "ls-files"]).splitlines():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,9 +169,9 @@ def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object
     """Return the row of one part.
 
     Args:
-        part: as in `parse`.
+        part: a part, see `parse`.
         base: the interpreter whose environment lies below.
-        keep: a folder for the tests' output; None: it is not kept.
+        keep: folder for the tests' output, or None to discard it.
     """
     items = parse(part)
     host, asked = items[0]
@@ -203,7 +203,7 @@ def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object
 
 
 def write(rows: Iterable[Mapping[str, object]], path: Path) -> None:
-    """Add `rows`, each in the place of an earlier one of the same versions."""
+    """Add `rows`, each replacing an earlier one with the same versions."""
     kept = {_key(row): row for row in read_rows(path)}
     kept.update({_key(row): row for row in rows})
     ordered = sorted(kept.values(), key=lambda r: (list(TESTS).index(r["host"]), _sortable(r)))
@@ -211,7 +211,7 @@ def write(rows: Iterable[Mapping[str, object]], path: Path) -> None:
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """Return the rows as docs/versions.md shows them."""
+    """Return the table of docs/versions.md."""
     lines = [
         "| host | version | Python | torch | with | tests | result |",
         "|---|---|---|---|---|---|---|",

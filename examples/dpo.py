@@ -1,12 +1,12 @@
-"""Direct preference optimization with TRL: a policy, and a reference that nobody trains.
+"""Direct preference optimization with TRL: a trained policy and a frozen reference.
 
     accelerate launch --mixed_precision fp8 examples/dpo.py \
         --model Qwen/Qwen3-0.6B --data pairs.jsonl
     accelerate launch --mixed_precision fp8 examples/dpo.py --quick  # a tiny model, any machine
 
-Each line of the data is {"prompt": "...", "chosen": "...", "rejected": "..."}. FP8 is the
-launcher's flag; nothing in here depends on it. The reference is stored in FP8, a byte per
-parameter. Needs `pip install trl`.
+Each line of the data is {"prompt": "...", "chosen": "...", "rejected": "..."}. Only the
+launcher's flag asks for FP8. The reference is stored in FP8, one byte per parameter. Needs
+`pip install trl`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def quick_model():
 
 
 def quick_rows() -> list[dict[str, str]]:
-    """Return functions of Python's library, with their docstring's first line and a shorter one."""
+    """Return functions of Python's library, with half a docstring line as the rejected answer."""
     rows = []
     for module in (inspect, os, shutil, statistics, textwrap):
         for name, function in inspect.getmembers(module, inspect.isfunction):

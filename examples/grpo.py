@@ -4,9 +4,9 @@
         --model Qwen/Qwen3-0.6B --data prompts.jsonl
     accelerate launch --mixed_precision fp8 examples/grpo.py --quick  # a tiny model, any machine
 
-Each line of the data is {"prompt": "...", "answer": "..."}; a completion earns the share of the
-answer's words that it has. FP8 is the launcher's flag; nothing in here depends on it. Sampling and
-training run the same FP8. Needs `pip install trl`.
+Each line of the data is {"prompt": "...", "answer": "..."}; a completion's reward is the share of
+the answer's words in it. Only the launcher's flag asks for FP8. Sampling and training use the same
+FP8 weights. Needs `pip install trl`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def quick_model():
 
 
 def share_of_words(completions: list[str], answer: list[str], **columns: list) -> list[float]:
-    """Reward the words of the reference answer that a completion has."""
+    """Return the share of the reference answer's words that each completion contains."""
     rewards = []
     for text, reference in zip(completions, answer, strict=True):
         words = set(re.findall(r"\w+", reference.lower()))

@@ -1,10 +1,10 @@
-"""A training loop of one's own, on Accelerate.
+"""Your own training loop on Accelerate.
 
     accelerate launch --mixed_precision fp8 examples/loop.py \
         --model Qwen/Qwen3-0.6B --data book.txt
     accelerate launch --mixed_precision fp8 examples/loop.py --quick  # a tiny model, any machine
 
-The data is plain text. FP8 is the launcher's flag; nothing in here depends on it. Needs
+The data is plain text. Only the launcher's flag asks for FP8. Needs
 `pip install accelerate transformers`.
 """
 

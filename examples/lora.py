@@ -1,11 +1,11 @@
-"""LoRA with TRL and PEFT: adapters are trained, the base is stored in FP8, a byte per parameter.
+"""LoRA with TRL and PEFT. The frozen base is stored in FP8, one byte per parameter.
 
     accelerate launch --mixed_precision fp8 examples/lora.py \
         --model Qwen/Qwen3-0.6B --data chats.jsonl
     accelerate launch --mixed_precision fp8 examples/lora.py --quick  # a tiny model, any machine
 
-Each line of the data is {"prompt": "...", "completion": "..."}. FP8 is the launcher's flag; nothing
-in here depends on it. Needs `pip install peft trl`.
+Each line of the data is {"prompt": "...", "completion": "..."}. Only the launcher's
+flag asks for FP8. Needs `pip install peft trl`.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""PPO on Accelerate: policy and value are trained, reward and reference model are not.
+"""PPO on Accelerate: trained policy and value models, frozen reward and reference models.
 
     accelerate launch --mixed_precision fp8 examples/ppo.py \
         --model Qwen/Qwen3-0.6B --reward-model my/reward --data prompts.txt
     accelerate launch --mixed_precision fp8 examples/ppo.py --quick  # tiny models, any machine
 
-Each line of the data is a prompt. FP8 is the launcher's flag; nothing in here depends on it. The
-models that nobody trains are stored in FP8, a byte per parameter. Needs
-`pip install accelerate transformers`.
+Each line of the data is a prompt. Only the launcher's flag asks for FP8. The frozen models are
+stored in FP8, one byte per parameter. Needs `pip install accelerate transformers`.
 """
 
 import argparse
@@ -71,7 +70,7 @@ def main() -> None:
     trained = [*policy.parameters(), *value.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=rate)
     loader = torch.utils.data.DataLoader(prompts, 16, shuffle=True, drop_last=True)
-    # Evaluation mode is without dropout, so that sampled and trained probabilities are the same.
+    # Evaluation mode switches dropout off, so that sampled and trained probabilities are the same.
     policy, value, optimizer, loader = accelerator.prepare(
         policy.eval(), value.eval(), optimizer, loader
     )
@@ -113,7 +112,8 @@ def main() -> None:
         state_dict=accelerator.get_state_dict(policy),
         is_main_process=accelerator.is_main_process,
     )
-    accelerator.print(f"score {scores[0]:.3f} -> {scores[-1]:.3f}; it is in {options.output}")
+    change = f"{scores[0]:.3f} -> {scores[-1]:.3f}"
+    accelerator.print(f"score {change}; the model is in {options.output}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
         --model Qwen/Qwen3-0.6B --data chats.jsonl
     accelerate launch --mixed_precision fp8 examples/sft.py --quick  # a tiny model, any machine
 
-Each line of the data is {"prompt": "...", "completion": "..."}. FP8 is the launcher's flag; nothing
-in here depends on it. Needs `pip install transformers datasets accelerate`.
+Each line of the data is {"prompt": "...", "completion": "..."}. Only the launcher's
+flag asks for FP8. Needs `pip install transformers datasets accelerate`.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
         prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
         answer = tokenizer(row["completion"], add_special_tokens=False).input_ids
         answer = [*answer, tokenizer.eos_token_id]
-        # The loss is that of the answer: -100 is no target.
+        # -100 leaves the prompt out of the loss.
         return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
     data = data.map(tokenize, remove_columns=data.column_names)

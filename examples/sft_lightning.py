@@ -3,8 +3,8 @@
     python examples/sft_lightning.py --model Qwen/Qwen3-0.6B --data chats.jsonl
     python examples/sft_lightning.py --quick  # a tiny model, any machine
 
-Each line of the data is {"prompt": "...", "completion": "..."}. FP8 is `precision="fp8-mixed"` of
-the Trainer, and nothing else. Needs `pip install lightning transformers`.
+Each line of the data is {"prompt": "...", "completion": "..."}. Only the Trainer's
+`precision="fp8-mixed"` asks for FP8. Needs `pip install lightning transformers`.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def quick_rows() -> list[dict[str, str]]:
 
 
 def tokenize(row: dict[str, str], tokenizer) -> dict[str, list[int]]:
-    """Return the tokens of a row; the loss is that of the answer, for -100 is no target."""
+    """Return the tokens of a row; -100 leaves the prompt out of the loss."""
     prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
     answer = tokenizer(row["completion"], add_special_tokens=False).input_ids
     answer = [*answer, tokenizer.eos_token_id]

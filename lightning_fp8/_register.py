@@ -1,23 +1,19 @@
-"""The extension points in Lightning; `_fp8_autoload` calls these functions with the imported
-module.
+"""The extension points in Lightning; `_fp8_autoload` calls `extend` with the imported module.
 
 Lightning is published twice, as ``lightning`` (with ``lightning.fabric`` and ``lightning.pytorch``)
 and as ``lightning_fabric`` and ``pytorch_lightning``: two full copies of the code with separate
-classes. Three points are extended in each: the choices of ``precision``, and the two connectors
-that turn ``precision`` and ``plugins`` into a precision plugin. The rest uses Lightning's Precision
+classes. The two connectors, which turn ``precision`` and ``plugins`` into a precision plugin, are
+extended in each, and so are the choices of ``precision``. The rest uses Lightning's Precision
 interface.
 
-Each function may be called twice. If the upstream name has moved, it raises AttributeError before
-it changes anything.
+`extend` may be called twice. If an upstream name has moved, it raises AttributeError, and the host
+works as without this package.
 """
 
-import contextlib
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import Any, Union, get_args
+from typing import Any, get_args
 
-from _fp8_points import POINTS, refusal, refuse_when, wrap
+from _fp8_points import refusal, refuse_when, wrap
 
 PRECISION = "fp8-mixed"
 # Near misses of the precision's name, in lower case without hyphens and underscores.
@@ -33,27 +29,33 @@ PLUGINS = {
     ),
 }
 
-# Public classes that a user creates; the modules above turn them into the host's own classes.
-REQUESTS = {"FP8Precision": "lightning_fp8.precision", "FP8FSDPStrategy": "lightning_fp8.fsdp"}
-
 
 class Request:
     """A user's object, which a connector replaces by one of its own copy of Lightning.
 
+    Its subclasses `FP8Precision` and `FP8FSDPStrategy` are public. The modules of `PLUGINS` have
+    subclasses of these, under the same names.
+
     Attributes:
         request: the keyword arguments of both.
+        attach: a plugin's method that attaches it to a strategy.
         is_of_host: whether the object belongs to a copy.
     """
 
     request: Any
+    attach: Any
     is_of_host = False
 
-    def for_host(self, cls: type) -> Any:
-        """Return this request as an object of `cls`, or itself if it already is one.
+    def for_host(self, plugin_module: str) -> Any:
+        """Return this request as an object of a host's class, or itself if it already is one.
 
+        Args:
+            plugin_module: the module with the host's class.
         Raises:
             TypeError: the object is of a class that the user derived from ours.
         """
+        public = next(cls for cls in type(self).__mro__ if Request in cls.__bases__)
+        cls = getattr(import_module(plugin_module), public.__name__)
         if isinstance(self, cls):
             return self
         if type(self).__base__ is not Request and not self.is_of_host:
@@ -64,45 +66,18 @@ class Request:
         return cls(**self.request)
 
 
-def extend_precision_choices(module: Any) -> None:
-    """Add ``fp8-mixed`` to the precision strings in the module that defines them.
-
-    All other modules copy the two names, so they are replaced before that happens. If Lightning was
-    imported first, it is too late to replace them; then the type, which all copies share, is
-    changed in place.
-    """
-    # If the host is too old, the connector raises the refusal.
-    too_old = refusal(module.__name__.partition(".")[0]) is not None
-    with contextlib.suppress(*[AttributeError] * too_old):
-        _add_choice(module)
-
-
-def _add_choice(module: Any) -> None:
-    literal = module._PRECISION_INPUT_STR
-    if PRECISION in get_args(literal):
-        return
-    choices = (*get_args(literal), PRECISION)
-    fabric = module.__name__.removesuffix(".plugins.precision.precision")
-    if f"{fabric}.connector" in sys.modules:
-        literal.__args__ = choices
-        return
-    parts, extended = get_args(module._PRECISION_INPUT), literal.copy_with(choices)
-    module._PRECISION_INPUT_STR = extended
-    module._PRECISION_INPUT = Union[tuple(extended if p == literal else p for p in parts)]  # noqa: UP007
-
-
-def extend_connector(module: ModuleType) -> None:
+def extend(module: Any) -> None:
     """Make the connector of Fabric or of the Trainer accept ``fp8-mixed`` and `FP8Precision`."""
+    # All modules that copy this type share one object, so it is changed in place.
+    literal = module._PRECISION_INPUT_STR
+    choices = tuple(choice for choice in get_args(literal) if choice != PRECISION)
+    literal.__args__ = choices  # the host refuses the flag if a name has moved
     too_old = refusal(module.__name__.partition(".")[0])
-    if too_old is not None:
-        name = next(iter(POINTS[module.__name__]))
-        refuse_when(lambda _, args, kwargs: _asks_for_fp8(kwargs), module, name, too_old)
-        return
-    try:
+    if too_old is None:
         wrap(module, __name__, lambda *_: True)
-    except AttributeError:
-        _withdraw_choice(module)
-        raise
+    else:
+        refuse_when(lambda _, args, kwargs: _asks_for_fp8(kwargs), module, too_old)
+    literal.__args__ = (*choices, PRECISION)
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,8 +105,8 @@ def check_and_init_precision(original: Any, self: Any) -> Any:
     if plugin is None and PRECISION in (own.get("_precision_input"), own.get("_precision_flag")):
         plugin = import_module(plugin_module).FP8Precision()
     plugin = _for_host(plugin_module, plugin)
-    if _class_of_ours(plugin) is None:
-        if _class_of_ours(self.strategy) is not None:
+    if not isinstance(plugin, Request):
+        if isinstance(self.strategy, Request):
             raise ValueError(
                 "FP8FSDPStrategy only supports FP8: set precision='fp8-mixed' or "
                 "plugins=[FP8Precision(...)]; without FP8 use ModelParallelStrategy"
@@ -145,7 +120,7 @@ def _asks_for_fp8(given: dict[str, Any]) -> bool:
     """Return whether a host's arguments request FP8 by the flag, the plugin or the strategy."""
     plugins = given.get("plugins")
     listed = plugins if isinstance(plugins, list) else [plugins]
-    ours = any(map(_class_of_ours, [*listed, given.get("strategy")]))
+    ours = any(isinstance(each, Request) for each in [*listed, given.get("strategy")])
     return ours or given.get("precision") == PRECISION
 
 
@@ -153,24 +128,7 @@ def _for_host(plugin_module: str, given: Any) -> Any:
     """Replace our requests in `given`, an object or a list, by the class of `plugin_module`."""
     if isinstance(given, (list, tuple)):
         return [_for_host(plugin_module, one) for one in given]
-    name = _class_of_ours(given)
-    return given if name is None else given.for_host(getattr(import_module(plugin_module), name))
-
-
-def _class_of_ours(given: Any) -> str | None:
-    """Return the public class of which `given` is an instance, or None if it is not ours."""
-    for name, defined_in in REQUESTS.items():
-        cls = getattr(sys.modules.get(defined_in), name, None)
-        if cls is not None and isinstance(given, cls):
-            return name
-    return None
-
-
-def _withdraw_choice(connector_module: ModuleType) -> None:
-    """Remove ``fp8-mixed`` if it cannot be supported, so that the host refuses it."""
-    literal = getattr(connector_module, "_PRECISION_INPUT_STR", None)
-    if literal is not None:
-        literal.__args__ = tuple(choice for choice in get_args(literal) if choice != PRECISION)
+    return given.for_host(plugin_module) if isinstance(given, Request) else given
 
 
 _MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"

@@ -50,7 +50,7 @@ def find_roots(model: nn.Module) -> list[nn.Module]:
     """
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     held = Counter(parameter for child in children for parameter in child.parameters())
-    own = any(True for _ in model.parameters(recurse=False))
+    own = list(model.parameters(recurse=False))
     if own or max(held.values(), default=2) > 1 or not all(map(_has_forward, children)):
         return [model]
     return children

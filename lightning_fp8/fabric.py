@@ -6,6 +6,7 @@ models. So the plugin wraps methods of its strategy.
 
 import functools
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # All optimizers that were set up, in any order with the models that they train.
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._optimizers: MutableMapping[Optimizer, None] = weakref.WeakKeyDictionary()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert as `HostPrecision.convert_module` does, unless `module` has no parameters.
@@ -71,25 +72,20 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         self, strategy: Any, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
         if not isinstance(strategy, FP8FSDPStrategy):  # it shards first, and converts them then
-            self._optimizers += map(weakref.ref, optimizers)
-        # The strategy's method calls the other two.
-        set_up = type(strategy).setup_module_and_optimizers(
-            strategy, module, optimizers, *scheduler
-        )
-        converted = self._converted(module)
-        if converted is not None:
-            self._announce(converted)
-        return set_up
+            self._optimizers.update(dict.fromkeys(optimizers))
+        set_up = type(strategy).setup_module_and_optimizers  # which calls the other two
+        result = set_up(strategy, module, optimizers, *scheduler)
+        if module in self._models:
+            self._announce(self._models[module])
+        return result
 
     def _setup_module(self, strategy: Any, module: nn.Module) -> nn.Module:
-        converted = self._converted(module)
-        if converted is None:
-            as_it_is: nn.Module = type(strategy).setup_module(strategy, module)
-            return as_it_is
-        known = [o for reference in self._optimizers if (o := reference()) is not None]
-        new = [o for o in known if converted.trained_by(o) and o not in converted.optimizers]
-        self._convert(new)
         set_up = functools.partial(type(strategy).setup_module, strategy, module)
+        converted = self._models.get(module)
+        if converted is None:
+            return set_up()
+        trained_by = [o for o in self._optimizers if converted.trained_by(o)]
+        self._convert([o for o in trained_by if o not in converted.optimizers])
         wrapped = self._wrap(strategy, converted, set_up)
         self._connect_sharded(converted)
         converted.wrapped = weakref.ref(wrapped)
@@ -97,29 +93,23 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
 
     def _setup_optimizer(self, strategy: Any, optimizer: Optimizer) -> Optimizer:
         if not any(optimizer in converted.optimizers for converted in self._live()):
-            self._optimizers.append(weakref.ref(optimizer))
+            self._optimizers[optimizer] = None
             self._convert([optimizer])
-        set_up: Optimizer = type(strategy).setup_optimizer(strategy, optimizer)
-        return set_up
+        return type(strategy).setup_optimizer(strategy, optimizer)
 
     def _convert(self, optimizers: list[Optimizer]) -> None:
         """Convert optimizers, those of the same models together."""
-        groups: dict[tuple[int, ...], list[Optimizer]] = {}
-        live = self._live()
+        groups: dict[tuple[SetUpModule, ...], list[Optimizer]] = {}
         for optimizer in optimizers:
-            trained = tuple(i for i, model in enumerate(live) if model.trained_by(optimizer))
+            trained = tuple(model for model in self._live() if model.trained_by(optimizer))
             groups.setdefault(trained, []).append(optimizer)
         for trained, group in groups.items():
             if trained:
-                self._convert_optimizers([live[i] for i in trained], group)
+                self._convert_optimizers(trained, group)
 
     def _get_module_state_dict(self, strategy: Any, module: nn.Module) -> dict[str, Any]:
         with whole_weights(module):
-            state: dict[str, Any] = type(strategy).get_module_state_dict(strategy, module)
-        return state
-
-    def _converted(self, module: nn.Module) -> SetUpModule | None:
-        return next((c for c in self._live() if c.module() is module), None)
+            return type(strategy).get_module_state_dict(strategy, module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_optimizers": []}
+        return {**super().__getstate__(), "_optimizers": {}}

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partialmethod
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -97,12 +97,11 @@ def register_as_strategy() -> None:
 class HostStrategy(FP8FSDPStrategy):
     """The common part of all hosts' strategies, a mixin before ``ModelParallelStrategy``."""
 
-    warn: Any
     is_of_host = True
-    # Attributes of ModelParallelStrategy.
-    num_nodes: Any
-    num_processes: Any
-    device_mesh: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of ModelParallelStrategy."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -137,11 +136,9 @@ class HostStrategy(FP8FSDPStrategy):
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
-            # torch 2.15 reduces the gradients of float32 weights in float32 by default.
+            # Gathers and reduces in BF16; torch 2.15 would reduce in float32 by default.
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.bfloat16,
-                cast_forward_inputs=False,
+                torch.bfloat16, torch.bfloat16, cast_forward_inputs=False
             ),
             "offload_policy": offload if self.cpu_offload else OffloadPolicy(),
         }
@@ -156,11 +153,6 @@ class HostStrategy(FP8FSDPStrategy):
 
 class TrainerStrategy(HostStrategy):
     """The part of the Trainer's strategies."""
-
-    lightning_module: Any
-    precision_plugin: Any
-    root_device: Any
-    _forward_redirection: Any
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, then set up as the host does with a model that its user has sharded.
@@ -214,9 +206,6 @@ class TrainerStrategy(HostStrategy):
 
 class FabricStrategy(HostStrategy):
     """The part of Fabric's strategies."""
-
-    setup_module: Any
-    setup_optimizer: Any
 
     def _host_options(self) -> dict[str, Any]:
         return {"parallelize_fn": self._parallelize}
@@ -281,13 +270,13 @@ def host_classes(module: str, host: str) -> tuple[Any, Any]:
     parallel = import_module(f"{host}.strategies").ModelParallelStrategy
     zero = import_module(f"{host}.utilities.rank_zero")
     body = {"__module__": module, "warn": staticmethod(zero.rank_zero_warn)}
-    of_strategy = {**body, "__doc__": f"`lightning_fp8.FP8FSDPStrategy` for ``{host}``."}
-    body["__doc__"] = f"`lightning_fp8.FP8Precision` for ``{host}``."
     body["info"] = staticmethod(zero.rank_zero_info)
-    return (
-        type("FP8Precision", (precision, mixed), body),
-        type("FP8FSDPStrategy", (strategy, parallel), of_strategy),
+    bases = {"FP8Precision": (precision, mixed), "FP8FSDPStrategy": (strategy, parallel)}
+    ours, theirs = (
+        type(name, own, {**body, "__doc__": f"`lightning_fp8.{name}` for ``{host}``."})
+        for name, own in bases.items()
     )
+    return ours, theirs
 
 
 class Float32Weights(Hook):

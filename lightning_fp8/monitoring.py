@@ -9,7 +9,7 @@ folder. There the plugin measures, warns and runs the fallbacks. To log numbers,
 import functools
 from collections.abc import Iterable
 from typing import Any, ClassVar
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class MonitoredPrecision:
 
     config: FP8Config
     info: ClassVar[Any]
-    _monitors: list[tuple[ReferenceType[nn.Module], Monitor]] = []  # noqa: RUF012, replaced
+    _monitors: dict[nn.Module, Monitor] = {}  # noqa: RUF012, replaced
     _monitor_states: list[dict[str, Any]] = []  # noqa: RUF012, replaced
 
     def watch(self, module: nn.Module | None, optimizers: Iterable[Any], trainer: Any) -> None:
@@ -36,32 +36,27 @@ class MonitoredPrecision:
         Raises:
             ValueError: see `Monitor`.
         """
-        known = any(reference() is module for reference, _ in self._monitors)
         trained = list(optimizers)
-        if module is None or known or not (self.config.monitor and trained):
+        if module is None or module in self._monitors or not (self.config.monitor and trained):
             return
-        options: dict[str, Any] = {"say": self.info}
+        folder = log = None
         where = (
             "to no logger, because Fabric does not pass loggers to plugins (see docs/monitoring.md)"
         )
         if trainer is not None:
-            folder = trainer.log_dir
-            options |= {
-                "folder": folder,
-                "log": functools.partial(_log, ref(trainer)),
-            }
-            where = (
-                "to loggers only, because there is no log_dir" if folder is None else f"in {folder}"
-            )
-        monitor = Monitor(module, trained, self.config, **options)
+            folder, log = trainer.log_dir, functools.partial(_log, ref(trainer))
+            where = "to loggers only, because there is no log_dir"
+        if folder is not None:
+            where = f"in {folder}"
+        monitor = Monitor(module, trained, self.config, folder=folder, log=log, say=self.info)
         self.info(f"FP8 monitor: every {self.config.monitor} steps, {where}")
         for state in self._monitor_states[len(self._monitors) :][:1]:
             monitor.load_state_dict(state)
-        self._monitors = [*self._monitors, (ref(module), monitor)]
+        self._monitors = {**self._monitors, module: monitor}
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Pass the loss to the monitor, and run the host's hook."""
-        for _, monitor in self._monitors:
+        for monitor in self._monitors.values():
             if not monitor.step:
                 _count_from(monitor, getattr(module, "_trainer", None))
             monitor.observe_loss(tensor)
@@ -69,29 +64,27 @@ class MonitoredPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plugin's state with those of the monitors, which are the same on all ranks."""
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        if self._monitors:
-            state["monitor"] = [monitor.state_dict() for _, monitor in self._monitors]
-        return state
+        states = [monitor.state_dict() for monitor in self._monitors.values()]
+        return super().state_dict() | ({"monitor": states} if states else {})  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict` for models that are watched, now or later."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._monitor_states = list(state_dict.get("monitor", []))
-        for (_, monitor), state in zip(self._monitors, self._monitor_states, strict=False):
+        for monitor, state in zip(self._monitors.values(), self._monitor_states, strict=False):
             monitor.load_state_dict(state)
 
     def teardown(self) -> None:
         """Stop watching and tear down the plugin; a later fit continues from there."""
-        self._monitor_states = [monitor.state_dict() for _, monitor in self._monitors]
-        for _, monitor in self._monitors:
+        self._monitor_states = [monitor.state_dict() for monitor in self._monitors.values()]
+        for monitor in self._monitors.values():
             self.info(monitor.summary())
             monitor.close()
-        self._monitors = []
+        self._monitors = {}
         super().teardown()  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_monitors": []}  # type: ignore[misc]
+        return {**super().__getstate__(), "_monitors": {}}  # type: ignore[misc]
 
 
 def _count_from(monitor: Monitor, trainer: Any) -> None:

@@ -14,19 +14,19 @@ dtype, so code that saves, exports or trains the model on finds a stock model.
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fp8._register import Request, refuse_strategy
-from lightning_fp8.set_up_module import SetUpModule, refusal, shares_parameters
+from lightning_fp8.set_up_module import SetUpModule, parameters_of, refusal
 from torch_fp8 import (
     ConversionReport,
     FP8Config,
@@ -44,7 +44,12 @@ from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
+from torch_fp8.distributed.fsdp.split_weights import (
+    join_sharded,
+    reshard,
+    sharded_modules,
+    split_sharded,
+)
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.optim.convert import gradients_report
@@ -73,11 +78,7 @@ class FP8Precision(Request):
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         given = given_config(config, options, "FP8Precision")
         self.config = given or FP8Config.from_env() or FP8Config()
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The keyword arguments of a host's plugin."""
-        return {"config": self.config}
+        self.request = {"config": self.config}
 
     def __repr__(self) -> str:
         return f"FP8Precision({self.config})"
@@ -98,9 +99,8 @@ class HostPrecision(FP8Precision):
         super().__init__(config, **options)
         super(Request, self).__init__("bf16-mixed", device="cuda")  # type: ignore[call-arg]
         self.precision = "fp8-mixed"
-        self.device = "cuda"
         self._strategy: Any = None
-        self._models: list[SetUpModule] = []
+        self._models: MutableMapping[nn.Module, SetUpModule] = weakref.WeakKeyDictionary()
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Attach the plugin to `strategy`; called by the connector.
@@ -155,10 +155,7 @@ class HostPrecision(FP8Precision):
             self.runs_fp8 = True
         except NothingToConvertError as error:
             report = self.leave(error)
-        converted = next((m for m in self._models if m.module() is module), None)
-        if converted is None:
-            converted = SetUpModule(weakref.ref(module), report)
-            self._models = [*self._live(), converted]
+        converted = self._models.setdefault(module, SetUpModule(weakref.ref(module), report))
         converted.report = report
         load_scaling_state_dict(module, converted.history)
         return module
@@ -230,7 +227,7 @@ class HostPrecision(FP8Precision):
         super().teardown()  # type: ignore[misc]
 
     def _live(self) -> list[SetUpModule]:
-        return [converted for converted in self._models if converted.module() is not None]
+        return list(self._models.values())
 
     def _history(self, converted: SetUpModule) -> dict[str, Tensor]:
         return scaling_state_dict(converted.live) or converted.history
@@ -263,8 +260,10 @@ class HostPrecision(FP8Precision):
         if any(isinstance(p, DTensor) for p in model.parameters()):
             self._split(models, model, optimizers)
             return
+        owners = Counter(p for optimizer in optimizers for p in parameters_of(optimizer))
         for optimizer in optimizers:
-            if self.config.opt_level != "O1" and shares_parameters(optimizer, optimizers):
+            shares = any(owners[p] > 1 for p in parameters_of(optimizer))
+            if self.config.opt_level != "O1" and shares:
                 name, reason = type(optimizer).__name__, "another optimizer has some of its weights"
                 report = OptimizerReport(name, False, reason)
             else:
@@ -287,9 +286,8 @@ class HostPrecision(FP8Precision):
 
     def _connect_sharded(self, converted: SetUpModule) -> None:
         """Connect FSDP2's collectives to FP8 if the model is sharded; may be called repeatedly."""
-        module = converted.live
-        if any(isinstance(part, FSDPModule) for part in module.modules()):
-            converted.communication = connect_fsdp(module, self.config)
+        if sharded_modules(converted.live):
+            converted.communication = connect_fsdp(converted.live, self.config)
 
     def _wrap(
         self, strategy: Any, converted: SetUpModule, wrap: Callable[[], nn.Module]
@@ -329,8 +327,9 @@ class HostPrecision(FP8Precision):
             self.info(summary)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned process gets the plugin, but not the models converted in this process.
-        return {**self.__dict__, "_models": []}
+        # A spawned process gets the plugin, but not the models converted in this process. Weak
+        # dicts cannot be pickled.
+        return {**self.__dict__, "_models": {}}
 
 
 def shards(strategy: Any) -> bool:

@@ -1,7 +1,7 @@
 """`SetUpModule`: a module that the plugin has set up, with its reports and start-up summary."""
 
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch_fp8 import ConversionReport, OptimizerReport
 from torch_fp8.conversion.selection import RUNS_IN_FP8
 
 
-@dataclass
+@dataclass(eq=False)
 class SetUpModule:
     """A module that the plugin has set up; not kept alive, because Fabric has no teardown."""
 
@@ -66,12 +66,6 @@ def refusal(reasons: str) -> ValueError:
         f"{RUNS_IN_FP8}: set up a model that has some before the first backward, or train with "
         "precision='bf16-mixed'"
     )
-
-
-def shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether another optimizer shares parameters with `optimizer`."""
-    own = parameters_of(optimizer)
-    return any(own & parameters_of(other) for other in optimizers if other is not optimizer)
 
 
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:

@@ -29,14 +29,13 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
 
     def _lightning_module_state_dict(self, strategy: Any) -> dict[str, Any]:
         """Return the strategy's ``lightning_module_state_dict``, with joined weights."""
-        original = type(strategy).lightning_module_state_dict
         with whole_weights(strategy.lightning_module):
-            whole: dict[str, Any] = original(strategy)
-        return whole
+            return type(strategy).lightning_module_state_dict(strategy)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module`, which becomes the Trainer's only model."""
-        self._models = [converted for converted in self._models if converted.module() is module]
+        own = {known: m for known, m in self._models.items() if known is module}
+        self._models = weakref.WeakKeyDictionary(own)
         super().convert_module(module)
         if not shards(self._strategy):
             return_losses(module, getattr(type(module), "training_step", None))

@@ -333,7 +333,7 @@ def test_torch_alone_imports_none_of_our_packages(imported):
 
 
 def test_the_lists_of_public_names_agree():
-    """What type checkers read, where a name is defined, and ``__all__``."""
+    """What type checkers read, and where a name is defined; ``as`` makes it public for them."""
     import torch_fp8
 
     block = next(
@@ -341,9 +341,8 @@ def test_the_lists_of_public_names_agree():
         for node in ast.parse((ROOT / "torch_fp8/__init__.py").read_text()).body
         if isinstance(node, ast.If)
     )
-    read = {name.name: node.module for node in block.body for name in node.names}
+    read = {name.asname: node.module for node in block.body for name in node.names}
     assert read == torch_fp8._HOMES
-    assert sorted([*read, "__version__"]) == sorted(torch_fp8.__all__)
     assert set(torch_fp8.__all__) <= set(dir(torch_fp8))
     with pytest.raises(AttributeError, match="module 'torch_fp8' has no attribute 'FP8config'"):
         torch_fp8.FP8config  # noqa: B018

@@ -8,28 +8,45 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from torch_fp8._version import __version__
+from torch_fp8._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from torch_fp8.autograd.current_pass import high_precision
-    from torch_fp8.autograd.selective_checkpoint import selective_checkpoint_contexts
-    from torch_fp8.checkpoint.export import ExportReport, export
-    from torch_fp8.checkpoint.load_checkpoint import load_frozen, load_trainable
-    from torch_fp8.checkpoint.weight_sync import weights_for_engine
-    from torch_fp8.config import FP8Config
-    from torch_fp8.conversion.convert import conversion_report, convert_to_float8
-    from torch_fp8.conversion.forward_precision import set_forward_precision
-    from torch_fp8.conversion.freeze import freeze, thaw
-    from torch_fp8.conversion.memory import MemoryReport, memory_report
-    from torch_fp8.conversion.report import ConversionReport
-    from torch_fp8.conversion.revert import load_scaling_state_dict, revert, scaling_state_dict
-    from torch_fp8.monitor.monitor import Monitor
-    from torch_fp8.nn.linear import Float8Linear
-    from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
-    from torch_fp8.nn.rollout import rollout
-    from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, restore_weights
-    from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
-    from torch_fp8_tools.plan.plan import LevelPlan, Plan, plan
+if TYPE_CHECKING:  # `as` shows type checkers that a name is public
+    from torch_fp8.autograd.current_pass import high_precision as high_precision
+    from torch_fp8.autograd.selective_checkpoint import (
+        selective_checkpoint_contexts as selective_checkpoint_contexts,
+    )
+    from torch_fp8.checkpoint.export import ExportReport as ExportReport
+    from torch_fp8.checkpoint.export import export as export
+    from torch_fp8.checkpoint.load_checkpoint import load_frozen as load_frozen
+    from torch_fp8.checkpoint.load_checkpoint import load_trainable as load_trainable
+    from torch_fp8.checkpoint.weight_sync import weights_for_engine as weights_for_engine
+    from torch_fp8.config import FP8Config as FP8Config
+    from torch_fp8.conversion.convert import conversion_report as conversion_report
+    from torch_fp8.conversion.convert import convert_to_float8 as convert_to_float8
+    from torch_fp8.conversion.forward_precision import (
+        set_forward_precision as set_forward_precision,
+    )
+    from torch_fp8.conversion.freeze import freeze as freeze
+    from torch_fp8.conversion.freeze import thaw as thaw
+    from torch_fp8.conversion.memory import MemoryReport as MemoryReport
+    from torch_fp8.conversion.memory import memory_report as memory_report
+    from torch_fp8.conversion.report import ConversionReport as ConversionReport
+    from torch_fp8.conversion.revert import load_scaling_state_dict as load_scaling_state_dict
+    from torch_fp8.conversion.revert import revert as revert
+    from torch_fp8.conversion.revert import scaling_state_dict as scaling_state_dict
+    from torch_fp8.monitor.monitor import Monitor as Monitor
+    from torch_fp8.nn.linear import Float8Linear as Float8Linear
+    from torch_fp8.nn.loss_head import linear_cross_entropy as linear_cross_entropy
+    from torch_fp8.nn.loss_head import linear_log_probs as linear_log_probs
+    from torch_fp8.nn.rollout import rollout as rollout
+    from torch_fp8.optim.convert import OptimizerReport as OptimizerReport
+    from torch_fp8.optim.convert import convert_optimizer as convert_optimizer
+    from torch_fp8.optim.convert import restore_weights as restore_weights
+    from torch_fp8.optim.merged_state import merged_state_dict as merged_state_dict
+    from torch_fp8.optim.merged_state import stream_state_dict as stream_state_dict
+    from torch_fp8_tools.plan.plan import LevelPlan as LevelPlan
+    from torch_fp8_tools.plan.plan import Plan as Plan
+    from torch_fp8_tools.plan.plan import plan as plan
 
 _NAMES = {  # module: public names that it defines; type checkers read the imports above
     "autograd.current_pass": ("high_precision",),
@@ -55,47 +72,17 @@ _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for n
 # The engine imports nothing else of its tools.
 _HOMES |= dict.fromkeys(("LevelPlan", "Plan", "plan"), "torch_fp8_tools.plan.plan")
 _ROUTING = ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay")
-_REMOVED = {name: f"take accelerate_fp8.{name}" for name in _ROUTING} | dict.fromkeys(
+_REMOVED = dict.fromkeys(
+    _ROUTING,
+    "no measurement showed that a routing replay helps; routers run in high precision in rollouts "
+    "and in training, without any call",
+) | dict.fromkeys(
     ("CommunicationCount", "count_communication"),
     "take torch.profiler, or tests/comm_counter.py of the repository",
 )
 """Names that were public, and what to take in place of each."""
 
-__all__ = [
-    "ConversionReport",
-    "ExportReport",
-    "FP8Config",
-    "Float8Linear",
-    "LevelPlan",
-    "MemoryReport",
-    "Monitor",
-    "OptimizerReport",
-    "Plan",
-    "__version__",
-    "conversion_report",
-    "convert_optimizer",
-    "convert_to_float8",
-    "export",
-    "freeze",
-    "high_precision",
-    "linear_cross_entropy",
-    "linear_log_probs",
-    "load_frozen",
-    "load_scaling_state_dict",
-    "load_trainable",
-    "memory_report",
-    "merged_state_dict",
-    "plan",
-    "restore_weights",
-    "revert",
-    "rollout",
-    "scaling_state_dict",
-    "selective_checkpoint_contexts",
-    "set_forward_precision",
-    "stream_state_dict",
-    "thaw",
-    "weights_for_engine",
-]
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -35,14 +35,9 @@ _REMOVED = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command and return the exit status."""
-    with contextlib.ExitStack() as stack:
-        if sys.stdout is None:  # the caller closed it
-            null = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(null))
-        return _run(arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
+    if sys.stdout is None:  # the caller closed it
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+            return main(arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -130,12 +125,8 @@ def _parser() -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that children and temporary folders are cleaned up."""
-
-    def interrupt(*signal_and_frame: object) -> None:
-        raise KeyboardInterrupt
-
     try:
-        before = signal.signal(signal.SIGTERM, interrupt)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread
         yield
         return

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export import (
-    ExportReport,
-    copy_tokenizer,
-    report_of,
-    warned,
-    write_quantization,
-)
+from torch_fp8.checkpoint.export import ExportReport, copy_tokenizer, reported, write_quantization
 from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
 from torch_fp8.checkpoint.fold_adapters import AdapterFold
 from torch_fp8.checkpoint.formats import ExportFormat
@@ -116,24 +110,25 @@ def export_checkpoint(
     files = QuantizedFiles(source)
     model = built_without_data(cls, source)
     tensors = _Tensors(files, config, torch.device(device), model)
-    history = SafetensorsFiles(source / _HISTORY) if (source / _HISTORY).is_file() else {}
-    if config.recipe == "delayed":
-        config = _with_history_length(config, history, source)
+    history = _history(source) if config.recipe == "delayed" else {}
+    for key, amaxes in history.items():
+        if key.endswith(".amax_history"):
+            config = dataclasses.replace(config, amax_history_len=amaxes.shape[1])
     convert_to_float8(model, config, device="cpu")
-    if config.recipe == "delayed":
-        # The history of the first model that has one; a criterion may come before it.
-        first = min((key.partition(".")[0] for key in history), key=int, default="") + "."
-        own = [key for key in history if key.startswith(first)]
-        _load_history(model, {key.removeprefix(first): history[key] for key in own})
+    if history:
+        for layer in model.modules():
+            for name in BUFFERS if isinstance(layer, Float8Layer) else ():
+                setattr(layer, name, torch.zeros_like(getattr(layer, name), device="cpu"))
+        load_scaling_state_dict(model, history)
     plan = plan_export(model, format, AdapterFold(model, merge=False), tensors)
     with whole_folder(path) as folder:
-        write_safetensors(folder, plan.groups, most)
+        sizes = write_safetensors(folder, plan.groups, most)
         for name in ("config.json", "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         write_quantization(folder, plan)
         copy_tokenizer(source, folder)
-    return warned(report_of(model, plan, path))
+    return reported(model, plan, path, sizes)
 
 
 class _Tensors(ModelTensors):
@@ -196,22 +191,15 @@ class _Tensors(ModelTensors):
         return read.dequantize()
 
 
-def _with_history_length(config: FP8Config, history: Any, source: Path) -> FP8Config:
-    lengths = [history[key].shape[1] for key in history if key.endswith(".amax_history")]
-    if not lengths:
+def _history(source: Path) -> dict[str, Tensor]:
+    """Return the history of the first model that has one; a criterion may come before it."""
+    file = source / _HISTORY
+    files = SafetensorsFiles(file) if file.is_file() else {}
+    if not any(key.endswith(".amax_history") for key in files):
         raise ValueError(
             f"{str(source)!r} has no {_HISTORY}, which the hosts write next to a checkpoint: "
-            "recipe "
-            "'delayed' needs the amaxes of training for input_scale; export the trained model "
-            "itself, or choose another recipe and format"
+            "recipe 'delayed' needs the amaxes of training for input_scale; export the trained "
+            "model itself, or choose another recipe and format"
         )
-    return dataclasses.replace(config, amax_history_len=lengths[0])
-
-
-def _load_history(model: nn.Module, state: dict[str, Tensor]) -> None:
-    for layer in model.modules():
-        if isinstance(layer, Float8Layer):
-            for name in BUFFERS:
-                buffer = getattr(layer, name)
-                setattr(layer, name, torch.zeros_like(buffer, device="cpu"))
-    load_scaling_state_dict(model, state)
+    first = min((key.partition(".")[0] for key in files), key=int) + "."
+    return {key.removeprefix(first): files[key] for key in files if key.startswith(first)}

@@ -52,7 +52,7 @@ def _export(commands: Any) -> None:
         help="write a checkpoint in an FP8 format that inference engines load",
         description=(
             "Write a Hugging Face checkpoint as an FP8 one, with the bytes that training with this "
-            "recipe multiplies by. Tensors are read, cast and written one after the other. Exit "
+            "recipe multiplies by. Tensors are read and cast one after the other. Exit "
             "status: 0 all is well, 1 something failed, 2 a mistake in the call."
         ),
     )

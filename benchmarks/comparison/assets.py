@@ -1,17 +1,16 @@
-"""Everything that the examples need when they are given nothing, made once and kept on disk.
+"""The model and data that the examples use by default, made once and kept on disk.
 
     <cache>/<preset>/model/        a pre-trained Llama and its tokenizer, for `from_pretrained`
     <cache>/<preset>/train.jsonl   {"messages": [user: a function, assistant: its docstring]}
     <cache>/<preset>/eval.jsonl    the same, from files that the model and train.jsonl never saw
     <cache>/<preset>/made_from.json
 
-All of it comes from the standard library's sources. The folder is built beside its final place
-and renamed when it is complete: a run that was killed half-way leaves nothing that a later run
-would mistake for it, and what it leaves is removed by that one.
+All of it comes from the standard library's sources. The folder is built under another name and
+renamed when it is complete, so a later run never uses the folder of a killed run, but removes it.
 
-How long the model is pre-trained depends on the machine, unless a number of steps is asked for. A
-few steps of pre-training, and of fine-tuning in both precisions, are timed; as many follow as leave
-time for fine-tuning. made_from.json keeps the number; all runs of a cache start from one model.
+Unless you set the number of pre-training steps, it depends on the machine: a few steps of
+pre-training, and of fine-tuning in both precisions, are timed, and as many follow as leave
+time for fine-tuning. made_from.json has the number; all runs of a cache start from one model.
 """
 
 import contextlib
@@ -115,10 +114,10 @@ def prepare(
     """Return the assets; make them first unless `cache` holds them, from the same settings.
 
     Args:
-        preset: what is made.
+        preset: sizes of the assets.
         cache: the folder that keeps it.
-        pretraining_steps: exactly so many. None: those of what is there, else as many as there is
-            time for.
+        pretraining_steps: number of steps, or None for those of an existing model, or else as many
+            as there is time for.
         with_model: whether the model and its tokenizer are needed, which take most of the time.
     """
     folder = cache / (preset.name if with_model else f"{preset.name}-data")
@@ -147,7 +146,7 @@ def _is_made(folder: Path, settings: dict, pretraining_steps: int | None = None)
 
 @contextlib.contextmanager
 def _partial_folder(cache: Path, name: str) -> Iterator[Path]:
-    """A locked folder that is gone afterwards, as are those whose makers were killed."""
+    """A locked folder that is removed afterwards, as are those of killed processes."""
     for left in cache.glob("*.partial-*"):
         with contextlib.suppress(OSError), (left / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: somebody is making it
@@ -221,9 +220,9 @@ def fitted_steps(
     """Time a few steps of each kind; return how many of pre-training fit, and the seconds of one.
 
     Args:
-        model: stays as it is.
-        tokens: of which it will be trained.
-        began: time.monotonic() when the making of the assets began.
+        model: stays unchanged.
+        tokens: training tokens.
+        began: time.monotonic() when `prepare` began.
     """
     batch, length = preset.pretraining_batch, preset.pretraining_length
     seconds = tiny_llama.seconds_per_step(copy.deepcopy(model), tokens, batch, length)

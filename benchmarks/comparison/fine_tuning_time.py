@@ -1,4 +1,4 @@
-"""The expected time of fine-tuning on this CPU: a few steps are measured in BF16 and in FP8."""
+"""Estimate the time of fine-tuning on this CPU from a few steps in BF16 and in FP8."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Work:
-    """What a fine-tuning run does, in counts.
+    """The counts of a fine-tuning run.
 
     Attributes:
         micro_batches: forward and backward passes.
@@ -50,7 +50,7 @@ def step_times(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[StepTi
 
     Args:
         model: float32, on the CPU.
-        batch: input_ids and labels of a micro-batch, and what else the model takes.
+        batch: arguments of the model: input_ids and labels of a micro-batch, and others.
     Returns:
         the seconds in BF16 and in FP8.
     """

@@ -3,7 +3,8 @@
     python benchmarks/comparison/finetune.py  # nothing to prepare
     python benchmarks/comparison/finetune.py --model path/to/model --data chats.jsonl
 
-It makes a model and data where none are given, and starts `examples/sft_lightning.py`, unmodified.
+It creates a model and data unless you pass some, and starts the unmodified
+`examples/sft_lightning.py`.
 """
 
 import argparse
@@ -29,12 +30,17 @@ def argument_parser() -> argparse.ArgumentParser:
     text = "JSONL: messages, conversations, prompt/completion or instruction/output; none: made"
     add("--data", type=Path, help=f"{text} from the standard library")
     add("--output", type=Path, help="folder of the comparison; none: runs/finetune")
-    add("--assets", type=Path, default=Path("runs/assets"), help="what the script makes for itself")
+    add(
+        "--assets",
+        type=Path,
+        default=Path("runs/assets"),
+        help="folder of the default model and data",
+    )
     add("--quick", action="store_true", help="a smaller model and fewer steps")
     add("--steps", type=int, help=f"optimizer steps; none: {STEPS}, {QUICK_STEPS} with --quick")
     add("--learning-rate", type=float, default=5e-4, help="of AdamW")
     add("--pretraining-steps", type=int, help="of the script's own model; none: as time allows")
-    add("--variants", nargs="+", default=["bf16", "O2"], help="as of torch-fp8 compare")
+    add("--variants", nargs="+", default=["bf16", "O2"], help="as for torch-fp8 compare")
     add("--seeds", type=int, default=1, help="trials of each variant")
     return parser
 
@@ -51,7 +57,7 @@ def pair(row: dict) -> dict[str, str]:
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
-    """Make what is missing, and return the command that compares.
+    """Make missing assets, and return the command that compares.
 
     Raises:
         Refusal: the data cannot be read.

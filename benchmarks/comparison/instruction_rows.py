@@ -1,6 +1,6 @@
-"""Instruction data as it comes: a file of JSON objects -> rows that are known to be well formed.
+"""Read and check instruction data from a file of JSON objects.
 
-Four kinds of rows are understood, told apart by their keys:
+There are four kinds of rows, distinguished by their keys:
 
     {"messages": [{"role": ..., "content": ...}, ...]}
     {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}   ShareGPT's
@@ -34,15 +34,15 @@ SPEAKERS = {
 
 
 def read_rows(path: Path | str) -> list[tuple[str, dict]]:
-    """Read a file of one JSON object per line, or of one list of objects; gzip is understood.
+    """Read a file with one JSON object per line, or one list of objects, also compressed by gzip.
 
-    Empty lines, a byte order mark and both kinds of line ends are. Conversations come back as
-    messages.
+    It accepts empty lines, a byte order mark and both kinds of line ends, and returns conversations
+    as messages.
 
     Returns:
-        (where the row stands: "line 3" or "row 3", the row); every row is one of the known kinds.
+        (place of the row: "line 3" or "row 3", the row); every row is one of the known kinds.
     Raises:
-        Refusal: the file cannot be read or has no rows, or one of them is malformed; named.
+        Refusal: the file cannot be read or has no rows, or a row is malformed.
     """
     text = _read_text(Path(path))
     rows = []

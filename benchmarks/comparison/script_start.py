@@ -34,7 +34,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the setting with which OpenMP's threads sleep while they wait, unless one is there.
+    """Return the setting with which OpenMP's threads sleep while they wait, if it is not set.
 
     By default they spin: on a busy machine they then take the core of the thread for which they
     wait, and a step takes many times as long.

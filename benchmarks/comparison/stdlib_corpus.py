@@ -1,7 +1,7 @@
 """Python's standard library as a corpus: its source files, and its functions with their docstrings.
 
-Every machine that can run the examples has this text. The list of files is sorted, and a file
-belongs to the held-out part by the hash of its name, so two runs on one Python version see the
+Every machine that can run the examples has this text. The list of files is sorted, and the hash of
+its name decides whether a file is held out, so two runs on one Python version see the
 same text in the same order.
 """
 
@@ -31,7 +31,7 @@ def source_files(root: Path | None = None, one_in: int = 1) -> list[Path]:
     """Return the library's modules, sorted; `one_in` keeps about every n-th of them, by hash.
 
     Args:
-        root: where to look. None: the standard library of the running Python.
+        root: folder of the library, or None for that of the running Python.
         one_in: 1 keeps all files.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
@@ -47,7 +47,7 @@ def source_files(root: Path | None = None, one_in: int = 1) -> list[Path]:
 
 
 def is_held_out(path: Path) -> bool:
-    """Return whether the file is kept from pre-training and from the instructions for training."""
+    """Return whether the file is left out of pre-training and of the training instructions."""
     return _hash(f"held out {path.parent.name}/{path.name}") % HELD_OUT_ONE_IN == 0
 
 

@@ -47,7 +47,7 @@ def pretrain(
         model: float32; trained in place.
         tokens: (num_tokens,) int64, on the CPU.
         steps: optimizer steps of batch_size windows of `length` tokens each.
-        bar: whether a bar shows how far it is.
+        bar: whether to show a progress bar.
     Returns:
         the mean loss of the last tenth of the steps, in nats per token.
     """

@@ -1,14 +1,14 @@
-"""Bytes per token that one Llama block keeps from forward to backward, counted.
+"""Count the bytes per token that one Llama block saves for backward.
 
     python -m benchmarks.evidence.activation_bytes    # runs/benchmarks/activation_bytes.csv
 
 Hugging Face's decoder layer with BF16 weights and torch's attention, on 256 tokens: eager BF16, and
-converted with each recipe. Counted are the distinct storages that saved-tensor hooks see in one
-forward, without parameters and without the rotary angles, which all layers share. `share` is that
-of eager BF16. COAT publishes 0.59 for Llama-2-7B (arXiv 2410.19313, table 3).
+converted with each recipe. The bytes are those of the distinct storages that saved-tensor hooks see
+in one forward, without parameters and without the rotary angles, which all layers share. `share` is
+relative to eager BF16. COAT publishes 0.59 for Llama-2-7B (arXiv 2410.19313, table 3).
 
-The last one, with the default recipe, is inside ``torch.utils.checkpoint``. `gemms_again` are the
-forward's GEMMs that backward runs again.
+The last row runs the default recipe inside ``torch.utils.checkpoint``. `gemms_again` is the number
+of the forward's GEMMs that backward runs again.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
-    """Return bytes per token that a layer of these sizes keeps; `config` None: not converted."""
+    """Return bytes per token that a layer of these sizes saves; None does not convert it."""
     _, there, run, x = forward_of(sizes, config)
     with count_saved(there) as saved:
         run(x)

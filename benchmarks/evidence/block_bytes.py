@@ -1,13 +1,12 @@
 """Bytes that quantization adds to a whole Llama block's forward and backward, and its launches.
 
-Hugging Face's decoder layer runs converted, its real kernels in Triton's interpreter
-(`evidence.launches`), and every load and store is counted, those of GEMMs apart. Taken off is
-what the same block moves in BF16 between its GEMMs, each operand read once and each result written
-once: an RMSNorm, its backward, SwiGLU and its backward, counted of one kernel each. GEMMs in BF16
-take inputs and gradients as they are. Attention, rotary angles and residuals are the same in both
-and left out.
+A converted Hugging Face decoder layer runs its real kernels in Triton's interpreter
+(`evidence.launches`), and every load and store is counted, except those of GEMMs. The bytes that
+the same block moves in BF16 between its GEMMs are subtracted: an RMSNorm, its backward, SwiGLU and
+its backward are one kernel each, which reads each operand once and writes each result once. BF16
+GEMMs need no cast. Attention, rotary angles and residuals are the same in both, and left out.
 
-The layer is a small one. Where a launcher asks whether its shape suits a card it gets the answer
+The layer is small. If a launcher asks whether its shape suits a card, it gets the answer
 for `SHAPE`. `benchmarks.evidence.quantization_bytes` runs this and writes the rows.
 """
 
@@ -42,7 +41,7 @@ class Part(NamedTuple):
     """A tensor that linear layers take in FP8.
 
     Attributes:
-        numel: of it.
+        numel: number of its elements.
         in_bf16: bytes that BF16 moves to make it, and in backward from it.
     """
 
@@ -70,7 +69,7 @@ def parts() -> dict[str, Part]:
 def rows(recipe: str) -> list[dict[str, object]]:
     """Return a row for each tensor, one for all of them, and one for the weights.
 
-    What is launched by torch outside of our operators is what BF16 launches, too.
+    Launches by torch outside of our operators are the same as in BF16.
     """
     launches = [k for k in count(recipe) if k.kind == "kernel" or k.within]
     of = parts()
@@ -112,7 +111,7 @@ def _row(
 
 @functools.cache
 def count(recipe: str, smooth: bool = False) -> list[Launch]:
-    """Return what a training step of the block launches, attributed to the names of `parts`.
+    """Return the launches of a training step, attributed to the names of `parts`.
 
     Args:
         smooth: with Smooth-SwiGLU.
@@ -151,7 +150,7 @@ def count(recipe: str, smooth: bool = False) -> list[Launch]:
 
 
 def _name(layer: nn.Module, recording: Recording) -> None:
-    """Name the tensors of the block as they come about."""
+    """Name the tensors of the block when they are created."""
 
     def input_of(module: nn.Module, name: str) -> None:
         module.register_forward_pre_hook(lambda m, args: recording.name(name, args[0]))

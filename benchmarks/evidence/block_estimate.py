@@ -1,4 +1,4 @@
-"""How long a compiled 8B block would take on an H200 by today's counts: no measurement.
+"""Estimate the time of a compiled 8B block on an H200 from today's counts.
 
     python -m benchmarks.evidence.block_estimate    # runs/benchmarks/block_estimate.csv
 
@@ -8,8 +8,8 @@ are those of today's generated code (`compiled_block.csv`). So
 
 * ``gpu_ms`` = products + attention + bytes / rate. Products take as many tokens per second as at
   8,192 tokens, or the time to move their weights, if that is longer. Sequences have 4,096 tokens,
-  or all tokens if there are fewer. The bytes grow with the tokens, but for those of the weights;
-* ``host_ms`` is a line through BF16's and torchao's host on the H200 and their times in
+  or all tokens if there are fewer. All bytes except those of weights grow with the tokens;
+* ``host_ms`` is extrapolated from BF16's and torchao's host times on the H200 and in
   `host_time.csv`, and does not depend on the tokens;
 * ``ms`` is the larger of the two, and ``replayed_ms`` is ``gpu_ms``: a CUDA graph
   (``mode="reduce-overhead"``) has no host to wait for;

@@ -1,10 +1,10 @@
-"""What `torch-fp8 compare` tells ten unmodified programs, each with two seeds, on this machine.
+"""Results of `torch-fp8 compare` for ten unmodified programs, each with two seeds.
 
     python -m benchmarks.evidence.compared_programs
 
 The seven examples, ``trl.scripts.sft`` under its launcher, a vision transformer under Lightning,
-and a Fabric loop that logs nothing and sets no seed. What was run stays in ``--output``; a second
-call runs what is missing.
+and a Fabric loop that logs nothing and sets no seed. Results stay in ``--output``; a second
+call runs only the missing ones.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a compiled Llama block launches, checks and moves, by the code that Inductor generates.
+"""Launches, assertions and bytes of a compiled Llama block, from the code that Inductor generates.
 
     python -m benchmarks.evidence.compiled_block    # runs/benchmarks/compiled_block.csv
 

@@ -1,26 +1,27 @@
-"""What compiled kernels ask of a card, counted in the emulator of their PTX, and whether they are
-equal to their references.
+"""Compare compiled kernels with their references in the emulator of their PTX, and count their
+instructions and memory accesses.
 
     python -m benchmarks.evidence.emulated_kernels    # runs/benchmarks/emulated_kernels.csv
 
-Every variant that `evidence.kernel_resources` records is launched with few rows, with tails and
+Every variant in the CSV of `evidence.kernel_resources` is launched with few rows, with tails and
 odd sizes, compiled for Hopper and Blackwell; Triton's launcher launches and `tests.emulator` runs
-it. A row is a kernel, its compile-time choices and the case that launched it; variants that no case
-has launched are rows without a case. A row has the digest of its kernel's code and of all that it
-calls; cases that are in the file with this version of Triton and today's digests are not run again.
+it. A row is a kernel, its compile-time choices and the case that launched it; variants without a
+launch have rows without a case. A row has the digest of its kernel's code and of all code that it
+calls; cases in the file with this version of Triton and today's digests are not run again.
 Nothing is timed:
 
-* ``equal``: whether results were equal to the reference's, bit for bit where it promises that, else
+* ``equal``: whether results equal the reference's, bit for bit if it promises that, otherwise
   within the bounds of the GPU tests;
-* ``instructions_per_element``: of all threads, over the elements of the largest tensor;
-* ``sectors_per_element``: of 32 bytes, over the same;
-* ``requested_over_needed``: bytes that threads load and store, over the different ones among them;
-* ``sectors_over_least``: of 32 bytes, over as many as the bytes of each request of a warp fill;
-* ``passes_over_least``: over the banks of shared memory, one is without conflicts;
-* ``registers``: of a thread, as `benchmarks.evidence.kernel_resources` has recorded them.
+* ``instructions_per_element``: instructions of all threads, over the elements of the largest
+  tensor;
+* ``sectors_per_element``: sectors of 32 bytes, over the same;
+* ``requested_over_needed``: bytes that threads load and store, over the distinct ones among them;
+* ``sectors_over_least``: sectors, over the minimum for the bytes of each request of a warp;
+* ``passes_over_least``: passes over the banks of shared memory; 1 means no conflicts;
+* ``registers``: registers of a thread, from the CSV of `benchmarks.evidence.kernel_resources`.
 
-Several processes share the work: each writes the rows of one target to a file of its own, and
-``--rows FILE ...`` takes them over.
+To share the work among processes, each writes the rows of one target to its own file, and
+``--rows FILE ...`` joins them.
 """
 
 import argparse
@@ -183,7 +184,7 @@ def _ratio(count: int, least: int) -> str:
 
 
 def run(case: Case, target: str) -> tuple[list[dict[str, Any]], str]:
-    """Run a case; return its rows, and what was not equal."""
+    """Run a case; return its rows and its unequal results."""
     options: dict[str, Any] = {"capability": TARGETS[target], "watch": lambda: [Counts()]}
     with emulated(**options) as emulation:
         try:
@@ -203,12 +204,12 @@ def recorded_registers() -> dict[tuple[str, ...], str]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a recorded variant and a row have in common."""
+    """Return the key that a variant and a row have in common."""
     return row["kernel"], row["variant"], row["target"], str(row["warps"])
 
 
 def read(paths: list[Path], digests: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the rows of files, each once, of cases whose kernels all have today's code."""
+    """Return the distinct rows of files, without cases whose kernels' code has changed."""
     cases: dict[tuple[str, ...], dict[tuple[str, ...], dict[str, Any]]] = defaultdict(dict)
     for row in itertools.chain.from_iterable(map(read_rows, paths)):
         if row["case"]:
@@ -236,7 +237,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files of other processes")
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--cases", nargs="+", default=[], help="names; none: all")
-    parser.add_argument("--minutes", type=float, default=60, help="none begins after as many")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="begin no case after these minutes"
+    )
     chosen = parser.parse_args()
     tell_kept(chosen.csv)
     triton, digests = metadata.version("triton"), kernel_code.digests()

@@ -3,10 +3,11 @@
     python -m benchmarks.evidence.emulated_sectors         # rows "now"
     python -m benchmarks.evidence.emulated_sectors --docs  # the table of docs/results.md
 
-A warp's access asks for sectors of 32 bytes; it needs as many as its bytes fill. What it asks for
-twice comes out of a cache, but takes the multiprocessor's time. Rows "before" are of the commit
-before accesses were told how many bytes a thread moves at once (``--as before``, run there). For
-Hopper; `evidence.emulated_kernels` has every variant, both targets and tails. Nothing is timed.
+A warp's access requests sectors of 32 bytes; it needs as many as its bytes fill. A sector that is
+requested twice comes out of a cache, but takes the multiprocessor's time. Rows "before" are of the
+commit before accesses set how many bytes a thread moves at once (``--as before``, run there). The
+target is Hopper; `evidence.emulated_kernels` has every variant, both targets and tails. Nothing is
+timed.
 """
 
 import argparse
@@ -39,8 +40,8 @@ from torch_fp8.kernels.arguments import (
     NormWithRstd,
 )
 from torch_fp8.kernels.loss_arguments import LogitForm
-from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
+from torch_fp8.ops.quantize import save_input
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_sectors.csv")
 PAGE = kernel_resources.ROOT / "docs" / "results.md"
@@ -52,7 +53,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    """Return what launches, by name; weights and inputs are in BF16."""
+    """Return functions that launch kernels, by name; weights and inputs are in BF16."""
     x, weight, rstd = values(*SHAPE, dtype=torch.bfloat16), values(SHAPE[1]), values(SHAPE[0])
     one, saved = torch.ones(()), save_input(x)
 
@@ -108,7 +109,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 
 def measure(state: str) -> list[dict[str, Any]]:
-    """Return a row for each case and kernel: of a kernel's variants the one with most launches."""
+    """Return a row for each case and kernel, for its variant with the most launches."""
     rows = []
     version, code = metadata.version("triton"), kernel_code.digests()
     for what, case in cases().items():

@@ -2,14 +2,13 @@
 
     python -m benchmarks.evidence.exact_match    # runs/benchmarks/exact_match.csv, from the root
 
-A loss hides whether a model solves a task. Here a Llama of 0.4 million parameters learns two tasks
-from examples alone: 8 random letters and a separator are followed by the same letters, or by these
-letters in alphabetical order.
+A loss does not show whether a model solves a task. Here a Llama of 0.4 million parameters learns
+two tasks from examples: to repeat 8 random letters, and to sort them.
 
-The loss is that of the answers' tokens. A match is a problem, of 2,000 new ones, whose answer is
+The loss is that of the answers' tokens. A match is one of 2,000 new problems whose answer is
 right in each token under greedy decoding. A forward over the right answer decides that, because
-decoding leaves the right prefix at its first error. Matches are counted four times a run, since
-their share rises gradually. Each seed starts from the same weights and learns from the same
+decoding leaves the right prefix at its first error. Matches are counted four times per run, since
+their share rises gradually. Each seed has the same initial weights and the same
 examples in every run. A finished run becomes rows at once, and a run that has rows is not repeated.
 """
 

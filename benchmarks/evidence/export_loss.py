@@ -3,16 +3,16 @@
     nice -n 19 python -m benchmarks.evidence.export_loss   # from the root; a quarter of an hour
 
 A Llama of two million parameters learns the standard library from scratch in BF16
-(`evidence.pretraining` has the text). For each recipe a copy goes on in FP8, at level O2, and is
-exported in each format that can say the recipe. Stock transformers opens the folder on the CPU,
-where it dequantizes: weights are those of training, activations stay in BF16. It opens no ModelOpt
-folder, which `torch_fp8.load_trainable` reads here.
+(`evidence.pretraining` has the text). For each recipe a copy continues in FP8, at level O2, and is
+exported in each format that can express the recipe. Stock transformers loads the folder on the CPU,
+where it dequantizes: weights are those of training, activations stay in BF16. It can't load a
+ModelOpt folder, which `torch_fp8.load_trainable` reads here.
 
-* ``weights_equal``: layers whose dequantized weights in the file are, bit for bit, those that a
-  forward in training mode multiplied by, of all FP8 layers.
-* ``bytes_per_bf16_byte``: of the weights in FP8 and their scales, in the file.
-* ``perplexity``: of the same held-out windows, in evaluation: of the model as it was trained
-  (``training``), of the served one, and of the trained one's BF16 weights without FP8 (``bf16``).
+* ``weights_equal``: number of FP8 layers whose dequantized weights in the file equal, bit for bit,
+  those that a forward in training mode multiplied by, and number of all FP8 layers.
+* ``bytes_per_bf16_byte``: bytes of the FP8 weights and their scales in the file, over BF16's.
+* ``perplexity``: on the same held-out windows, in evaluation, of the trained model
+  (``training``), of the served one, and of the trained BF16 weights without FP8 (``bf16``).
 """
 
 import argparse
@@ -88,7 +88,7 @@ def pretrained(tokens: Tensor, vocab_size: int, steps: int) -> nn.Module:
 
 
 def trained(base: nn.Module, recipe: str, tokens: Tensor, steps: int) -> nn.Module:
-    """Return a copy that has gone on in FP8, at level O2."""
+    """Return a copy that has continued in FP8, at level O2."""
     model = copy.deepcopy(base)
     config = FP8Config(recipe=recipe)
     convert_to_float8(model, config)
@@ -111,7 +111,7 @@ def train(model: Any, optimizer: Any, tokens: Tensor, steps: int, seed: int) -> 
 
 
 def measure(model: Any, recipe: str, held_out: Tensor, steps: int) -> list[dict[str, Any]]:
-    """Export a model in all formats that can say its recipe, and return a row for each."""
+    """Export a model in all formats that can express its recipe, and return a row for each."""
     training = perplexity(model, held_out)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -2,16 +2,15 @@
 
     python -m benchmarks.evidence.fsdp_bytes
 
-The model is made of fake tensors, which have shapes and no memory, on a fake process group; FSDP2,
-our gathers and our scatters run as ever, and `count_communication` counts what they hand to the
-collectives: one forward and backward, weights gathered again in backward. Blocks and root
-are sharded as everybody does it. Written to ``wire_bytes.csv``: bytes that a rank sends, against
+The model has fake tensors, with shapes but no memory, and a fake process group. FSDP2,
+our gathers and our scatters run as usual, and `count_communication` counts the bytes that they pass
+to the collectives in one forward and backward, with weights gathered again in backward. Each block
+and the root are sharded. ``wire_bytes.csv`` gets the bytes that a rank sends, compared with
 BF16 collectives. The scales' collective counts as gathering.
 """
 
 import argparse
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, MOE_BLOCKS
 from tests import comm_counter
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.ops import messages
 from torch_fp8_tools.plan.models import fake_ranks
 
 COLUMNS = (
@@ -36,7 +34,7 @@ LAYERS, VOCABULARY, HIDDEN = 32, 128256, 4096
 
 
 class Linears(nn.Module):
-    """The linear layers of a block of Llama-3.1-8B; the arithmetic is made up."""
+    """The linear layers of a block of Llama-3.1-8B, joined by simple arithmetic."""
 
     def __init__(self):
         super().__init__()
@@ -108,11 +106,7 @@ def count(communication, ranks, name):
     with torch.device("meta"):
         model = MODELS[name]().bfloat16()
     convert_to_float8(model, config, device="cpu")
-    with (
-        mock.patch.object(messages, "_PART_GROUPS", 1 << 40),  # nothing has a size to be spared
-        fake_ranks(ranks) as mesh,
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
+    with fake_ranks(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         blocks = list(model.layers if is_whole else model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -128,7 +122,7 @@ def count(communication, ranks, name):
 
 
 def rows(ranks):
-    """Return, for each way and model, the bytes that a rank sends with BF16 collectives and with
+    """Return, for each direction and model, the bytes that a rank sends with BF16 collectives and
     ours.
     """
     made = []

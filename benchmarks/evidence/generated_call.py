@@ -1,16 +1,16 @@
 """Generated code for a card, called on CPU tensors, with launches that go to the stub driver.
 
-torch.compile compiles a program as ever: guards, autograd functions and their runtime wrappers are
-its own. In place of Inductor's result for each graph stands the code that Inductor generates for a
+torch.compile compiles a program as usual: guards, autograd functions and their runtime wrappers are
+its own. Only Inductor's result for each graph is replaced by the code that Inductor generates for a
 mocked H200 (`evidence.generated_code`). It runs line by line:
 
 * Kernels, those of Inductor and those in Triton that a graph contains, launch through Inductor's
   `CachingAutotuner` and Triton's launcher, down to the stub driver (`evidence.stub_driver`). They
-  are not compiled, and the first configuration is taken in place of the fastest.
+  are not compiled, and the first configuration is used instead of the fastest.
 * Our operators go through torch's dispatcher.
 * Products become a product of single elements. Other operators of torch that write their results
-  themselves, such as attention, return memory that nobody has written. Sums over the rows of a
-  workspace are taken of one row.
+  themselves, such as attention, return uninitialized memory. Sums over the rows of a
+  workspace read one row.
 * CUDA's allocations are the CPU's. `reuse_memory` lets it keep blocks of any size, as CUDA's
   allocator does.
 
@@ -92,7 +92,7 @@ def loaded(source: str) -> Callable[[list[Any]], Any]:
 
 @contextlib.contextmanager
 def generated_calls() -> Iterator[None]:
-    """Let generated code load and run where there is no CUDA."""
+    """Let generated code load and run without CUDA."""
     answers = (
         *((torch._C, name, _in_c()) for name in ("_cuda_getCurrentRawStream", "_cuda_setDevice")),
         *((torch.cuda, name, _in_c()) for name in ("_exchange_device", "_maybe_exchange_device")),
@@ -119,7 +119,7 @@ def reuse_memory() -> None:
 
 
 class _Kernels:
-    """What generated code builds its kernels with."""
+    """A replacement for Inductor's `AsyncCompile`, with which generated code builds its kernels."""
 
     def triton(self, name: str, source: str, **options: Any) -> Any:
         kernel = getattr(PyCodeCache.load(source), name)
@@ -148,7 +148,7 @@ class _Products:
 
 
 class _Unwritten:
-    """Results of torch's operators, of which the first call finds out the sizes."""
+    """Results of torch's operators, whose sizes the first call determines."""
 
     def __init__(self) -> None:
         self._sizes: dict[Any, list[Any]] = {}
@@ -163,7 +163,7 @@ class _Unwritten:
 
 
 def _sizes_of(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
-    """Return (shape, strides, dtype) of each result, or what is no tensor."""
+    """Return (shape, strides, dtype) of each tensor, and other results unchanged."""
     results = operator(*map(_on_meta, args), **{name: _on_meta(x) for name, x in options.items()})
     results = results if isinstance(results, tuple | list) else [results]
     return [(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in results]

@@ -2,7 +2,7 @@
 
 Dynamo and AOTAutograd trace a program on CPU tensors of its real shapes. The inputs of the
 partitioned forward and backward graphs then become fake CUDA tensors, and Inductor lowers them for
-a mocked H200, whose properties decide about tiles, as far as the Python code that launches the
+a mocked H200, whose properties determine tiles, down to the Python code that launches the
 kernels. No kernel is compiled.
 
 Our operators choose between CUDA and CPU by `torch_fp8.ops.registry.on_cuda`, which says CUDA here.
@@ -56,7 +56,7 @@ COMPUTE = ("mm", "addmm", "bmm", "_scaled_mm", "scaled_mm", "_scaled_dot_product
 
 
 class Code(NamedTuple):
-    """What the generated code of one graph does.
+    """The generated code of one graph, and its counts.
 
     Attributes:
         source: the code, in Python.
@@ -64,7 +64,7 @@ class Code(NamedTuple):
         launches: kernels that Inductor launches, and calls of any operator.
         assertions: checks of sizes, strides and alignment.
         moved_bytes: bytes that are read and written, except by `COMPUTE`.
-        skip_reason: why Inductor would not record a CUDA graph; "": it would.
+        skip_reason: why Inductor would not record a CUDA graph, or "" if it would.
     """
 
     source: str
@@ -99,7 +99,7 @@ def code_of(program: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Co
 
 
 def _unwritten(module: GraphModule) -> Any:
-    """Return what takes the place of a compiled graph: its results are never written."""
+    """Return a function that replaces a compiled graph and returns uninitialized results."""
     output = next(iter(module.graph.find_nodes(op="output")))
     values = [n.meta["val"] if isinstance(n, Node) else n for n in output.args[0]]
 

@@ -1,16 +1,16 @@
-"""Graphs, breaks and recompilations of a compiled step in FP8, beside those of the same in BF16.
+"""Graphs, breaks and recompilations of a compiled step in FP8 and in BF16.
 
     python -m benchmarks.evidence.graph_counts    # runs/benchmarks/graph_counts.csv
 
 Each program trains a tiny model for two steps under torch.compile with the backend ``aot_eager``:
-Dynamo and AOTAutograd trace it, and nothing is generated. It runs in a process of its own, forked
-from this one, at each level and in BF16: under autocast in a loop of one's own, as the host's
-``bf16`` elsewhere. Programs that run on two ranks count on the first.
+Dynamo and AOTAutograd trace it, and no code is generated. It runs in its own process, forked
+from this one, at each level and in BF16, which is autocast in an own loop and the host's
+``bf16`` otherwise. Programs that run on two ranks count on the first.
 
-* ``graphs``: what the backend compiled; ``breaks``: graph breaks; ``recompilations``: frames that
-  were compiled again because a guard failed; ``dropped``: frames that Dynamo gave up, which run
-  eagerly and have no break. The columns ``bf16_`` say the same of BF16;
-* ``failure``: the error of a program that did not end, in FP8 or in BF16.
+* ``graphs``: graphs that the backend compiled; ``breaks``: graph breaks; ``recompilations``: frames
+  that were compiled again because a guard failed; ``dropped``: frames that Dynamo gave up, which
+  run eagerly and have no break. The columns ``bf16_`` are those of BF16;
+* ``failure``: the error of a program that failed, in FP8 or in BF16.
 
 Programs whose rows are in the file are not counted again, unless they failed.
 """
@@ -127,7 +127,7 @@ def llama_loop(
     lengths: tuple[int, ...] = (16,) * STEPS,
     **options: Any,
 ) -> None:
-    """A Llama in a loop of one's own; `first`: compiled before it is converted."""
+    """A Llama in an own loop; `first`: compiled before it is converted."""
     model = llama()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -139,7 +139,7 @@ def llama_loop(
 
 
 def lora_loop(level: str) -> None:
-    """Adapters on a frozen base, which is FP8 alone."""
+    """Adapters on a frozen base, which is stored in FP8 only."""
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -369,7 +369,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def counted(name: str, level: str) -> tuple[Graphs | None, str]:
-    """Count a program's graphs in processes of its own; None and the error if it fails."""
+    """Count a program's graphs in its own processes; return None and the error if it fails."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     ranks = PROGRAMS[name].ranks
@@ -427,7 +427,7 @@ def rows_of(name: str, levels: Sequence[str] = LEVELS) -> list[dict[str, Any]]:
 
 
 def warm_up() -> None:
-    """Import what the programs import, once for all."""
+    """Import the programs' modules once for all of them."""
     for module in ("lightning.fabric", "peft", "trl", "accelerate_fp8", "lightning_fp8"):
         importlib.import_module(module)
     torch.set_num_threads(1)
@@ -460,7 +460,7 @@ def main() -> None:
 def excess(row: dict[str, Any]) -> int:
     """Return how many more graphs, recompilations and interruptions a row has than BF16.
 
-    An interruption is a break or a dropped frame. In one place Dynamo makes one or the other.
+    An interruption is a break or a dropped frame: Dynamo has one or the other at a place.
     """
     names = ("graphs",), ("recompilations",), ("breaks", "dropped")
     counts = (

@@ -5,11 +5,11 @@
 The models of `small_models_loss` train at O2, compiled (backend ``aot_eager``), with
 ``FP8Config(graph_scales="current")`` and ``"last_step"``, from the same weights and tokens.
 
-* ``--jumps 0``: ten seeds of 30 steps. Printed is the mean of the paired differences of the loss at
-  the end, and its 95 % interval. ``"last_step"`` would become ``auto``'s choice in graphs if the
-  interval ends below `BOUND`.
+* ``--jumps 0``: ten seeds of 30 steps. The command prints the mean of the paired differences of the
+  loss at the end, and its 95 % interval. ``"last_step"`` would become the default if the
+  interval ended below `BOUND`.
 * Another jump multiplies the input of one layer in the 20th step, and ``loss`` is the mean of the
-  20 steps after it. ``known jump`` is ``"last_step"`` with current scales in that step alone.
+  20 steps after it. ``known jump`` is ``"last_step"`` with current scales only in that step.
 """
 
 import argparse

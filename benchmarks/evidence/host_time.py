@@ -1,27 +1,27 @@
-"""What the host takes to launch a Llama block and an optimizer step, measured without a card.
+"""Host time to launch a Llama block and an optimizer step, measured without a card.
 
     python -m benchmarks.evidence.host_time    # runs/benchmarks/host_time.csv
 
 A Hugging Face LlamaDecoderLayer runs forward and backward in eager mode on a few tokens and
-features, so that arithmetic takes next to nothing. Our implementations for CUDA run, on CPU
+features, so that arithmetic takes almost no time. Our implementations for CUDA run on CPU
 tensors, and their launches go through Triton to a driver that does nothing
-(`evidence.stub_driver`). What a real driver takes for a launch, 2 to 3 us, comes on top, in BF16
-as in FP8. Variants are interleaved in this process, each behind a run of its own that does not
-count: a block of a model comes behind another one.
+(`evidence.stub_driver`). A real driver needs 2 to 3 us more per launch, in BF16
+as in FP8. Variants are interleaved in this process. Each runs once more before it is timed, because
+a block of a model follows another one.
 
-A case measures compiled blocks beside eager ones. What runs of them is the code that Inductor
-generates for an H200, for the sizes of Llama-3.1-8B at 8,192 tokens, behind torch.compile's own
+One case measures compiled blocks and eager ones. Compiled blocks run the code that Inductor
+generates for an H200, for the sizes of Llama-3.1-8B at 8,192 tokens, with torch.compile's own
 guards and wrappers (`evidence.generated_call`).
 
 * ``mode``: eager, or compiled;
-* ``host_us``: CPU time of the thread; a tenth of all repetitions takes less. What others do on the
-  machine adds to some; the very least comes with a clock that others did not have.
-  ``median_us``: the median. Of BF16 what its GEMMs compute is taken off, which a card does: their
-  time beyond that of as many GEMMs of single elements, ``gemm_us``;
-* ``ratio``: of ``host_us`` to BF16's in the same circumstance; ``ratio_with_gemms``: to BF16's with
-  what its GEMMs compute;
-* ``kernels``, ``gemms``: launches of ours and of Inductor's, and GEMMs in FP8 of eager blocks;
-* ``calls``: of functions from Python, of Python and of C: the same in every run.
+* ``host_us``: CPU time of the thread, the 10th percentile of all repetitions. Other work on the
+  machine slows some of them; the minimum would be one with an unusually fast clock.
+  ``median_us``: the median. From BF16's times ``gemm_us`` is subtracted, the time in which GEMMs
+  compute: their time beyond that of as many GEMMs of single elements;
+* ``ratio``: ``host_us`` over BF16's in the same case; ``ratio_with_gemms``: over BF16's without
+  subtracting ``gemm_us``;
+* ``kernels``, ``gemms``: our and Inductor's launches, and FP8 GEMMs of eager blocks;
+* ``calls``: calls of Python and C functions from Python, the same in every run.
 """
 
 import argparse
@@ -95,7 +95,7 @@ Run = Callable[[], None]
 
 
 def block(case: str, recipe: str) -> Run:
-    """One forward and backward of a block in a circumstance."""
+    """Return one forward and backward of a block in a case."""
     torch.manual_seed(0)
     of_model = LlamaConfig(
         hidden_size=HIDDEN,
@@ -178,7 +178,7 @@ def compiled_and_eager(size: str, variants: tuple[str, ...] = COMPILED_VARIANTS)
 
 
 def products_of(case: str) -> tuple[Run, Run]:
-    """What BF16's GEMMs of a block take with what they compute, and with next to nothing."""
+    """Return two runs of a block's GEMMs in BF16: of full size, and of single elements."""
     kv = HIDDEN * GROUPS // HEADS
     layers = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, kv)] * 2 + [(HIDDEN, INNER)] * 2 + [(INNER, HIDDEN)]
     sizes = []
@@ -233,7 +233,7 @@ def measure(runs: dict[str, Run], repetitions: int) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def no_whole_tiles() -> Iterator[None]:
-    """Have casts believe that no tile holds all tokens."""
+    """Let no tile of a cast hold all tokens."""
     with contextlib.ExitStack() as stack:
         for module in (quantize, rms_norm, swiglu):
             stack.enter_context(mock.patch.object(module, "whole_tile", _no_tile))
@@ -263,7 +263,7 @@ def count_calls(run: Run) -> int:
 
 
 def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> list[dict]:
-    """A row for each run, the first of which is what the others are compared to."""
+    """Return a row for each run; the first run is the baseline."""
     products: dict[str, Run] = {}
     if what in (*CASES, COMPILED):
         products = dict(zip(("computing", "empty"), products_of(what), strict=True))
@@ -294,7 +294,7 @@ def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> l
 
 
 def runs_of(case: str, recipes: tuple[str, ...] = RECIPES) -> dict[str, Run]:
-    """BF16 and all recipes that have the circumstance."""
+    """Return BF16 and all recipes that the case supports."""
     names = [r for r in recipes if not (r == "delayed" and "cache_weights" in case)]
     return {name: block(case, name) for name in (BF16, *names)}
 

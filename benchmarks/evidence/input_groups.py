@@ -1,18 +1,18 @@
-"""Loss of small models whose layers share the products of backward, against layers one by one.
+"""Loss of small models whose layers share the products of backward, compared with separate layers.
 
     nice -n 19 python -m benchmarks.evidence.input_groups     # from the repository's root
     nice -n 19 python -m benchmarks.evidence.input_groups --scales
     nice -n 19 python -m benchmarks.evidence.input_groups --gradients
 
 Models, data and the ten paired seeds are those of `small_models_loss`, at level O2. A finished run
-becomes a row of the CSV at once, and a row that is there is not run again. At the end the paired
-difference of each model and of their mean is printed, with its 95 % interval.
+becomes a row of the CSV at once, and an existing row is not run again. At the end the command
+prints the paired difference of each model and of their mean, with its 95 % interval.
 
-``--scales`` measures what the one scale of a group costs each member, on weights and gradients of
+``--scales`` measures the cost of a group's scale to each member, on weights and gradients of
 stock BF16 models after 1 step and after 1,000: SQNR of the member's own scale, and of the group's.
 
-``--gradients`` measures gradients of a norm in front of q, k, v, and in front of a gated MLP,
-against float64: SQNR of layers one by one, and of groups.
+``--gradients`` compares gradients of a norm in front of q, k, v, and in front of a gated MLP,
+with float64: SQNR of separate layers, and of groups.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Triton's interpreter, mended: it runs with any NumPy, and the types of its results are right.
+"""Fixes for Triton's interpreter: it runs with any NumPy, and its results have the right types.
 
-For processes of their own, in which ``TRITON_INTERPRET=1`` was set before Triton was imported: the
-counts of bytes and launches (`benchmarks.evidence.launches`), and the test of the Triton GEMM, of
-which the emulator of PTX does not know all instructions.
+It is for separate processes in which ``TRITON_INTERPRET=1`` was set before Triton was imported:
+those of the counts of bytes and launches (`benchmarks.evidence.launches`), and of the test of the
+Triton GEMM, some of whose instructions the emulator of PTX does not have.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ ASSEMBLY: dict[str, Callable] = {
 def mend() -> None:
     """Replace functions of the interpreter for the rest of the process.
 
-    A scalar is an array of shape (1,) there, of which int() fails with NumPy >= 2.4.
+    A scalar is an array of shape (1,) there, on which int() fails with NumPy >= 2.4.
     """
     patch_tensor = interpreter._patch_lang_tensor
 

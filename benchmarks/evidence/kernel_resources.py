@@ -1,15 +1,15 @@
 """Registers, spills and shared memory of every Triton kernel, compiled without a card.
 
     python -m benchmarks.evidence.kernel_resources  # runs/benchmarks/kernel_resources.csv
-    python -m benchmarks.evidence.kernel_resources --changed  # what is not recorded of this code
+    python -m benchmarks.evidence.kernel_resources --changed  # variants without rows of this code
 
-The tests that compile what is launched for Hopper and Blackwell (``test_*compiled.py``) record what
-the assembler made of each variant; this runs them with every variant for both, of which the tests
-compile a covering part, and writes the record down. A row is a kernel,
-its compile-time choices and the type of its first pointer: where several inputs differ in sizes or
-strides alone, the most registers and the most spilled bytes among them. Behind these stand the
-version of Triton and the digest of the kernel's code and of all that it calls: when that changes,
-or a variant is launched that has no row, a test asks for a new run.
+The tests that compile kernels for Hopper and Blackwell (``test_*compiled.py``) report the resources
+of each variant. The tests alone compile a covering part; this command runs them with every variant
+for both cards, and writes the CSV. A row is a kernel,
+its compile-time choices and the type of its first pointer. If several inputs differ only in sizes
+or strides, it has the most registers and the most spilled bytes among them. It also has the
+version of Triton and the digest of the kernel's code and of all code that it calls: if the digest
+changes, or a variant without a row is launched, a test fails until this command has run again.
 """
 
 import argparse
@@ -59,9 +59,9 @@ def merged(rows: Iterator[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def measure(*selection: str) -> list[dict[str, object]]:
-    """Return rows of COLUMNS of the tests that `selection` names, as arguments of pytest.
+    """Return rows of COLUMNS of the tests in `selection`, which are arguments of pytest.
 
-    A test that fails, since a kernel spills, has recorded what it compiled until then.
+    A test that fails, because a kernel spills, has reported what it compiled until then.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -23,8 +23,8 @@ from tests.kernel_cases.comparison import same_bits
 from tests.rows_of_messages import unpack
 from tests.torch_fp8.kernels import test_compiled, test_producers_compiled
 from torch_fp8.kernels.cast_launch import cdiv
-from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
+from torch_fp8.ops.quantize import save_input
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = 144
@@ -87,7 +87,7 @@ def few_rows() -> Iterator[None]:
         return torch.cat([partial] * cdiv(count, len(partial)))[:count].contiguous()
 
     def of_all(x: Tensor) -> Tensor:
-        tiles = cdiv(rows.get(x.data_ptr(), 1), quantize.AMAX_ROWS) * cdiv(x.shape[1], 128)
+        tiles = cdiv(rows.get(x.data_ptr(), 1), quantize.AMAX_TILE.rows) * cdiv(x.shape[1], 128)
         return as_many(x, partial_amax(x), min(tiles, quantize.AMAX_PROGRAMS))
 
     def of_columns(x: Tensor, *sums: Any) -> Tensor:

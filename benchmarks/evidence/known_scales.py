@@ -1,11 +1,11 @@
-"""What casts with the last step's amax lose, by the margin on it: saturation, underflow, SQNR.
+"""Saturation, underflow and SQNR of casts with the last step's amax, by the margin on it.
 
     python -m benchmarks.evidence.known_scales        # runs/benchmarks/known_scales.csv
 
-The small models of `small_models_loss` train in BF16. Each step, the input and the gradient of the
-output of every linear layer are seen; ``down_proj`` has rows of its own, because the product of a
+The small models of `small_models_loss` train in BF16. Each step measures the input and the output's
+gradient of every linear layer; ``down_proj`` has separate rows, because the product of a
 gated MLP has the largest outliers. Tokens are the same in each step, or new. With a scale of
-``2^margin`` times the amax of the step before:
+``2^margin`` times the amax of the previous step:
 
 * ``saturated``: share of casts whose amax is beyond the largest number of the format;
 * ``zero``: share of nonzero elements that become 0, the mean over casts;
@@ -50,7 +50,7 @@ Losses = dict[tuple[str, str, int], list[tuple[float, float, float, float]]]
 
 
 def losses_of(x: Tensor, amax: Tensor, format: Format) -> list[tuple[float, float, float, float]]:
-    """Return for each margin what a cast with another tensor's amax loses; see the module."""
+    """Return for each margin the losses of a cast with another tensor's amax; see the module."""
     x = x.detach().float()
     current = x.abs().amax()
     best, _ = _quality(x, scale_from_amax(current, format), format)

@@ -1,4 +1,4 @@
-"""The largest model that a cluster can train, and FP8-LM's published memory beside the planner's.
+"""The largest model that a cluster can train, and FP8-LM's published memory and the planner's.
 
     python -m benchmarks.evidence.largest_model  # runs/benchmarks/largest_model.csv, .png
     python -m benchmarks.evidence.largest_model --published  # runs/benchmarks/published_memory.csv
@@ -10,10 +10,10 @@
   holds within a step times 18.33 / 22.66, Transformer Engine's share of the activations as COAT
   counts it (arXiv 2410.19313), for FP8-LM's linears are Transformer Engine's.
 * ``published_memory``: GPT-7B, 13B and 175B as FP8-LM trained them, without activation
-  checkpointing. Megatron's distributed optimizer (ZeRO-1) shards the states alone, which this
+  checkpointing. Megatron's distributed optimizer (ZeRO-1) shards only the states, which this
   package does not do: the prediction takes the planner's activations and adds the standing bytes of
   that scheme, 2 for a weight and 4 for its float32 gradient on every GPU, 12 over the replicas. The
-  plan of the same run under FSDP2 stands beside it.
+  last column plans the same run under FSDP2.
 
 Nothing runs on a GPU: bytes are counted on the meta device.
 """
@@ -159,8 +159,8 @@ def figure(
 
     Args:
         gpus: the numbers of GPUs.
-        methods: of `METHODS`.
-        progress: called with what is tried.
+        methods: keys of `METHODS`.
+        progress: function that is called with each tried size.
         options: see `torch_fp8.plan`.
     """
     options = {"sequence": 2048, "checkpointing": True, **options}

@@ -1,14 +1,14 @@
-"""What a step launches on a card, and the bytes that its kernels move, counted without one.
+"""Count the launches of a step, and the bytes that its kernels move, without a card.
 
-Our operators run their Triton kernels in Triton's interpreter, on CPU tensors; every load and store
-is counted as it is executed, masks applied, and put down to the tensor whose memory it touches. So
-a kernel that reads twice is seen, whatever anybody says of it. torch's own operators are launches
-too, one each, unless they make a view or only memory. A GEMM is padded and laid out as on a card;
+Our operators run their Triton kernels in Triton's interpreter, on CPU tensors. Every executed load
+and store is counted, without masked elements, for the tensor whose memory it touches. So
+the counts show a kernel that reads twice. torch's own operators are launches
+too, one each, unless they create a view or only memory. A GEMM is padded and laid out as on a card;
 its result is zeros.
 
 Import this before anything of ``torch_fp8``: the interpreter is chosen when Triton is imported, and
-the implementations for CUDA are noted as they are registered. Formats of FP8 that the interpreter
-rounds wrongly do not matter here, where only addresses do.
+the implementations for CUDA are collected when they are registered. The interpreter rounds some FP8
+formats wrongly, which does not matter for addresses.
 """
 
 import contextlib
@@ -73,8 +73,8 @@ class Traffic:
     """Bytes of one tensor that one launch moved.
 
     Attributes:
-        read, written: of memory; what stays in L2 counts once (`IN_L2`, `AT_ONCE`).
-        requested: by all programs together.
+        read, written: bytes of memory; bytes that stay in L2 count once (`IN_L2`, `AT_ONCE`).
+        requested: bytes that all programs request.
     """
 
     read: int = 0
@@ -87,12 +87,12 @@ class Launch:
     """A kernel, a GEMM, or an operator of torch.
 
     Attributes:
-        name: of it.
+        name: its name.
         kind: ``kernel``, ``gemm`` or ``torch``.
         tensors: argument -> traffic. Arguments with one memory count as the first.
-        sources: names of the tensors (see `count_launches`) that it reads, or else of those that
-            what it reads was made of.
-        within: the operator of ours that it is a part of; empty for none.
+        sources: names of the tensors (see `count_launches`) that it reads, or from which the
+            tensors that it reads were computed.
+        within: our operator that contains it, or empty.
     """
 
     name: str
@@ -108,17 +108,17 @@ class Launch:
 
     @property
     def requested(self) -> int:
-        """The bytes that programs asked for, from whatever cache."""
+        """The bytes that programs requested, including those from a cache."""
         return sum(t.requested for t in self.tensors.values())
 
 
 def count_launches(
     function: Callable[[], object], **tensors: Tensor | Sequence[Tensor]
 ) -> list[Launch]:
-    """Return what `function` launches, in order.
+    """Return the launches of `function`, in order.
 
     Args:
-        function: of CPU tensors, forward and backward.
+        function: forward and backward on CPU tensors.
         tensors: name -> a tensor or several; a launch that reads one of them, or what such a launch
             wrote, is put down to that name. Kernels know memory as an argument, or as one of these.
     """
@@ -144,13 +144,13 @@ class Recording:
         self.names.memory |= {_address(t): t for t in tree_iter(value) if t.numel()}
 
     def ignore(self, value: Sequence[Tensor]) -> None:
-        """Ignore tensors that tell nothing: a history that several tensors are written to."""
+        """Ignore tensors that several others are written to, such as a history."""
         self.names.ignored |= {_address(t) for t in tree_iter(value)}
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what runs within, as `count_launches` does."""
+    """Record the launches within, as `count_launches` does."""
     recording = Recording()
     launches, names = recording.launches, recording.names
     with (
@@ -163,7 +163,7 @@ def recorded() -> Iterator[Recording]:
 
 
 class _Names:
-    """The owners of memory: a named tensor, or one that was made from such."""
+    """The owners of memory: a tensor with a name, or one computed from such."""
 
     def __init__(self) -> None:
         self.given: dict[int, str] = {}
@@ -172,7 +172,7 @@ class _Names:
         self.ignored: set[int] = set()
 
     def attribute(self, read: list[int], written: list[int]) -> tuple[str, ...]:
-        """Return the sources of a launch, to which what it wrote belongs from now on."""
+        """Return the sources of a launch, which own its results from now on."""
         sources = [self.given[a] for a in read if a in self.given]
         if not sources:
             sources = [name for a in read for name in self.made.get(a, ())]
@@ -222,7 +222,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _is_free(func, name, args, kwargs, made) -> bool:
-    """Return whether nothing runs on the device: views, memory, and what has no elements."""
+    """Return whether nothing runs on the device: views, allocations, and empty tensors."""
     if name in _ONLY_MEMORY or func.is_view or name == "set_":
         return True
     results = [t for t in tree_iter(made) if isinstance(t, Tensor)]
@@ -352,7 +352,7 @@ def _distinct(
 
 
 def _launch(executor, args, accesses, names) -> Launch:
-    """Record one kernel's launch; what it wrote belongs to what it read."""
+    """Record one kernel's launch; its results belong to the owners of its inputs."""
     tensors = {}
     for name, value in zip(executor.arg_names, args, strict=False):
         if isinstance(value, Tensor):

@@ -3,14 +3,14 @@
     nice -n 19 python -m benchmarks.evidence.long_run --output runs/long            # from the root
     torch-fp8 report runs/long/fp8
 
-10,000 steps of 128 tokens of the standard library for a Llama of a quarter of a million parameters,
-each variant in a folder of its own: ``bf16``, ``fp8`` and, with ``--smooth``, ``fp8-smooth``
-(``FP8Config(smooth_swiglu=True)``). The level is O1, so that BF16 and FP8 differ in the layers
-alone: stock AdamW trains float32 weights. Writes ``long_run.csv``.
+A Llama of a quarter of a million parameters takes 10,000 steps of 128 tokens of the standard
+library, each variant in its own folder: ``bf16``, ``fp8`` and, with ``--smooth``, ``fp8-smooth``
+(``FP8Config(smooth_swiglu=True)``). The level is O1, so that BF16 and FP8 differ only in the
+layers: stock AdamW trains float32 weights. Writes ``long_run.csv``.
 
-``--perturb N`` multiplies the first weights by 1 plus a thousandth of noise of seed N. Batches stay
-the same. Training so long turns the smallest difference into another run: what such runs in BF16
-differ by is what a difference of one run in FP8 has to be held against.
+``--perturb N`` multiplies the initial weights by 1 plus a thousandth of noise of seed N. Batches
+stay the same. Such a long training turns the smallest difference into another run, so compare a
+difference of one run in FP8 with those between perturbed runs in BF16.
 """
 
 import argparse

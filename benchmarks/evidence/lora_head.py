@@ -5,8 +5,8 @@
 A Llama of 1.3 million parameters with 4,096 classes learns the standard library in float32. Then
 adapters of rank 16 (peft) learn files that it has not read: in stock BF16, in stock BF16 perturbed
 by 1e-6, and at O2 with ``loss_head`` "bf16" and "fp8", from the same weights and windows. The loss
-is that of other held-out files. A finished run becomes a row of the CSV at once, and a row that is
-there is not run again. At the end the paired differences are printed.
+is that of other held-out files. A finished run becomes a row of the CSV at once, and an existing
+row is not run again. At the end the command prints the paired differences.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Which rounding of FP8 costs how much loss, on six small models, and what would cure it.
+"""The loss that each rounding of FP8 costs six small models, and cures for it.
 
     nice -n 19 python -m benchmarks.evidence.loss_split       # from the repository's root
 
 The models, their data and their ten paired seeds are those of `small_models_loss`. Most runs use
-nothing of this package: stock BF16, in which linear layers and experts round what they multiply. A
-linear layer has three products, and each of them has two operands, so there are six roundings:
+nothing of this package: in stock BF16, linear layers and experts round their operands. A
+linear layer has three products, each with two operands, so there are six roundings:
 
     y = x w^T        fprop.input, fprop.weight
     dx = g w         dgrad.grad, dgrad.weight
@@ -14,7 +14,7 @@ The products themselves accumulate in float32. A run has one of these roundings,
 another scale, format, source or cure. Runs of other groups are this package's options, torchao's
 own code (emulated), and Transformer Engine's rules by this package's recipes.
 
-A finished run becomes a row of the CSV at once, and a row that is there is not run again.
+A finished run becomes a row of the CSV at once, and an existing row is not run again.
 """
 
 import argparse
@@ -60,25 +60,25 @@ Change = Callable[[nn.Module], Callable[[int], None] | None]
 
 @dataclass
 class Rounding:
-    """What the layers of a model round, and how.
+    """The roundings of a model's layers.
 
     Attributes:
         operands: roundings of `SIX` that take part.
         scale: one for each ``tensor``, ``row`` (along the product's sum) or ``block`` (128 elements
             of a row; 128 x 128 of a weight).
-        gradients: format of gradients; None: E5M2, and E4M3 in experts.
+        gradients: format of gradients, or None for E5M2, and E4M3 in experts.
         stochastic: roundings that are stochastic.
         float32: whether weights are cast from float32 instead of its BF16 half.
         powers: whether scales are powers of two.
         clip: quantile of the inputs' magnitudes that the scale covers.
-        second: operands of fprop to which a second FP8 term is added, that of the first's error.
+        second: operands of fprop with a second FP8 term, which holds the rounding error.
         second_layers: pattern of the names of layers that have second terms.
         channels: share of the input's channels, those with the largest amax, that stay in BF16.
         outliers: share of the input's channels, those with the largest amax, that have a scale of
             their own.
-        feedback: whether weights are rounded such that the product with the step before's inputs
-            errs least: the error of a column goes to later columns.
-        last: number of last steps whose fprop runs in BF16, and so does the evaluation then.
+        feedback: whether weights are rounded to minimize the error of the product with the previous
+            step's inputs: the error of a column is added to later columns.
+        last: number of last steps whose fprop runs in BF16, as the evaluation does then.
         evaluation: whether the evaluation after the last step rounds, if `last` is 0.
         layers: pattern of the names of layers that round; others don't.
         other: pattern of the names of layers that do not round.
@@ -104,7 +104,7 @@ class Rounding:
     _moments: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def change(self, model: nn.Module) -> Callable[[int], None]:
-        """Have a model's layers round; return what sets the number of steps that are left."""
+        """Let a model's layers round; return a function that sets the number of steps left."""
         self._moments.clear()
         small.round_operands(model, self.multiply)
         return functools.partial(setattr, self, "_left")
@@ -282,7 +282,7 @@ def _saved(forward: Callable[[Tensor], Tensor], weights: tuple[Tensor, ...], x: 
 def _torchao(recipe: str, model: nn.Module) -> None:
     """Convert the layers that this package converts, by torchao's own code.
 
-    Its experts stay in BF16. Inputs are made contiguous, without which it refuses Mamba's.
+    Its experts stay in BF16. Inputs are made contiguous, because it refuses Mamba's otherwise.
     """
     small_layers = {
         name.rpartition(".")[2]
@@ -464,7 +464,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     parser.add_argument("--table", action="store_true", help="print what docs/loss.md has")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no run later")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no run after these minutes"
+    )
     add_csv(parser, "loss_split")
     arguments = parser.parse_args()
     if arguments.table:
@@ -525,7 +527,7 @@ def mean_and_error(values: dict[str, list[float]]) -> tuple[float, float]:
     """Return the mean over models of the means over seeds, and its standard error.
 
     Args:
-        values: by model, a number for each seed.
+        values: a number for each seed, by model.
     """
     means = [statistics.mean(of_model) for of_model in values.values()]
     squares = [statistics.variance(v) / len(v) if len(v) > 1 else math.nan for v in values.values()]
@@ -538,7 +540,7 @@ def table(rows: Rows, group: str, control: str = "") -> str:
     Args:
         rows: rows of the CSV.
         group: key of RUNS, or RULES.
-        control: run to which the last column has the difference, seed by seed; empty: no column.
+        control: run that the last column compares with, seed by seed, or empty for no column.
     """
     models, _ = _of_group(group)
     runs = dict.fromkeys(run for (_, run, _), row in rows.items() if row["group"] == group)

@@ -1,23 +1,23 @@
-"""What of LoRA's improvement is left when the adapter has been merged into an FP8 base.
+"""The share of LoRA's improvement that remains after the adapter is merged into an FP8 base.
 
     nice -n 19 python -m benchmarks.evidence.merge_aware   # from the root; two minutes
 
 A small Llama has learned the standard library in BF16 (as in `evidence.rollout_logprobs`). Its
-parameters are rounded to BF16, as a base is loaded for LoRA: exports hold BF16 beside FP8, and with
-a float32 embedding the hidden states between layers would be float32 in training alone. LoRA over
-its FP8 base then learns the same text read backwards, as PEFT has it (``plain``) and with
-``FP8Config(merge_aware=True)`` (``aware``), with the same batches, at several learning rates: the
-smaller, the smaller is what the adapter adds. The trained model is exported with
+parameters are rounded to BF16, as for LoRA: exports hold all other weights in BF16, while with
+a float32 embedding the hidden states between layers would be float32 in training. LoRA over
+its FP8 base then learns the same text read backwards, by PEFT's method (``plain``) and with
+``FP8Config(merge_aware=True)`` (``aware``), with the same batches, at several learning rates: a
+smaller rate leads to a smaller adapter. The trained model is exported with
 ``adapters="merge"`` and read again by `torch_fp8.load_frozen`.
 
 * ``base``, ``trained``, ``merged``: loss of the same windows, in FP8 with recipe blockwise: before,
   as trained, and of the merged checkpoint.
 * ``kept``: ``(base - merged) / (base - trained)``.
-* ``delta``: norm of what the adapters add, over that of the weights.
+* ``delta``: norm of the adapters' change, over that of the weights.
 * ``equal_logits``: whether the merged checkpoint's logits are those of the trained forward, bit for
   bit.
 * ``casts``, ``bytes``: the weights that one step folds and casts, and the bytes of them that are
-  kept for backward beside the base.
+  saved for backward in addition to the base.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def loss_of(model: Any, windows: Tensor) -> tuple[float, Tensor]:
 
 @torch.no_grad()
 def delta_of(model: Any) -> float:
-    """Return the norm of what the adapters add, over that of the weights below them."""
+    """Return the norm of the adapters' change, over that of the weights below them."""
     added = total = 0.0
     for layer in model.modules():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.evidence.optimizer_loss    # 3,000 steps of `pretraining`, from the root
 
-Every run is a process of its own. A finished run becomes a row of the CSV at once, and a row that
-is there is not run again, so an interrupted benchmark goes on where it was. The rows
+Each run has its own process. A finished run becomes a row of the CSV at once, and an existing row
+is not run again, so you can continue an interrupted benchmark. The rows
 ``fine-tuning`` of the committed CSV come from a script in commit 9b7d5a8.
 """
 
@@ -92,7 +92,7 @@ def as_columns(result: dict, baseline: dict | None) -> dict:
 
     Args:
         result: the result that `measure` returned.
-        baseline: the BF16 row of the same seed; None for that row itself.
+        baseline: the BF16 row of the same seed, or None for that row itself.
     """
     loss = result["final_eval_loss"]
     bf16_loss = loss if baseline is None else float(baseline["bf16_eval_loss"])

@@ -1,9 +1,9 @@
-"""A Llama of half a million parameters from scratch, in BF16 or on a level of FP8.
+"""Train a Llama of half a million parameters from scratch, in BF16 or at a level of FP8.
 
     python -m benchmarks.evidence.pretraining --level O2 --output runs/pretraining  # from the root
 
-3,000 steps of 512 tokens of the standard library at a learning rate of 3e-3, a loop of its own with
-`convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` compares the levels.
+It takes 3,000 steps of 512 tokens of the standard library at a learning rate of 3e-3, in a loop
+with `convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` compares the levels.
 
     python -m benchmarks.evidence.pretraining --level O2 --bf16-last 0.2 --hidden 512 --layers 6 \\
         --steps 1000 --learning-rate 1e-3 --output runs/pretraining/19M-O2-0.2-seed0  # 19 million

@@ -2,12 +2,12 @@
 
     python -m benchmarks.evidence.quantization_bytes    # --block: only a whole block's rows
 
-A `Float8Linear` runs once per recipe and circumstance, its real kernels in Triton's interpreter
-(`benchmarks.evidence.launches`), and every load and store is counted. Written to
-``quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
-launches, and the bytes that programs asked for, which come from L2 where all read the same few kB
+A `Float8Linear` runs once per recipe and case, its real kernels in Triton's interpreter
+(`benchmarks.evidence.launches`), and every load and store is counted. For input, gradient and
+weight, ``quantization_bytes.csv`` gets the bytes per element, the launches, and the bytes that
+programs requested. Those come from L2 if all programs read the same few kB
 (partial maxima). Bytes and launches do not depend on the card. Rows of a block
-say what it adds to BF16's bytes (`benchmarks.evidence.block_bytes`).
+have the bytes that it adds to BF16's (`benchmarks.evidence.block_bytes`).
 """
 
 import argparse
@@ -52,12 +52,12 @@ class Case:
 
     Attributes:
         name: the circumstance in words.
-        options: of the `FP8Config`.
+        options: fields of the `FP8Config`.
         bias: whether the layer has one.
         frozen: ``weight``, ``input`` or nothing.
         steps: whether the optimizer is ours, and has stepped before.
-        ending: what is counted: ``backward`` (with the forward), ``inference``, ``amax``, or
-            ``step``: what the payload adds to the optimizer's step.
+        ending: the counted part: ``backward`` (with the forward), ``inference``, ``amax``, or
+            ``step``: the payload's part of the optimizer's step.
     """
 
     name: str
@@ -90,7 +90,7 @@ def applies(recipe: str, case: Case) -> bool:
 
 
 def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
-    """Return what a layer launches, and its operands."""
+    """Return the launches of a layer, and its operands."""
     torch.manual_seed(0)
     num_in, num_out = (STEP_IN, STEP_OUT) if case.ending == "step" else (IN, OUT)
     model = nn.Sequential(nn.Linear(num_in, num_out, bias=case.bias, dtype=torch.bfloat16))
@@ -141,7 +141,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
 
 
 def count_step(linear: Float8Linear, state: dict[str, Any]) -> list[Launch]:
-    """Return what the step of a layer's weight launches, its payload included."""
+    """Return the launches of a step of a layer's weight, including its payload."""
     weight, spec = linear.weight, linear.fp8.recipe.weight
     assert isinstance(weight, SplitWeight)
     halves, amax = weight.halves, torch.zeros(4)[:1].view(())
@@ -196,7 +196,7 @@ def step_rows(recipe: str, case: Case) -> list[dict[str, object]]:
 
 
 def rows(recipe: str, case: Case) -> list[dict[str, object]]:
-    """Return a row for each operand, and one for what belongs to none."""
+    """Return a row for each operand, and one for the rest."""
     if case.ending == "step":
         return step_rows(recipe, case)
     launches, operands = count(recipe, case)
@@ -232,7 +232,7 @@ def _launched(launches: list[Launch]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_csv(parser, "quantization_bytes")
-    parser.add_argument("--block", action="store_true", help="only the rows of the block, anew")
+    parser.add_argument("--block", action="store_true", help="count only the rows of the block")
     options = parser.parse_args()
     about = environment(torch.device("cpu"))
     made: list[dict[str, object]] = []

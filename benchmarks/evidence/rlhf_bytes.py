@@ -1,11 +1,11 @@
-"""Bytes of the models that RLHF holds at once: BF16-mixed beside FP8, counted on the meta device.
+"""Bytes of the models that RLHF holds at once, in BF16-mixed and FP8, counted on the meta device.
 
     python -m benchmarks.evidence.rlhf_bytes    # runs/benchmarks/rlhf_bytes.csv
 
-Nothing is computed: models are built without memory and converted by this package, and the bytes
-of what exists, and of the gradients and states that training will make, are summed up.
-The rows ``ppo example`` of the CSV are what a script that is gone (commit 9b7d5a8) counted while it
-trained: storages of its four models' tensors, and as ``peak`` all that were alive, with batches.
+Nothing is computed: models are built without memory and converted by this package. The bytes are
+those of their tensors, and of the gradients and states that training will create.
+A script in commit 9b7d5a8 counted the rows ``ppo example`` of the CSV while it
+trained: storages of its four models' tensors, and as ``peak`` all live ones, with batches.
 
 * ``ppo``: policy and value are trained, reference and reward are not; four equal models, as in
   AlpacaFarm's PPO (FP8-LM, arXiv 2310.18313). BF16-mixed holds trained weights in float32, the
@@ -147,7 +147,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """Return by how much of BF16-mixed's bytes FP8's are below."""
+    """Return the reduction of bytes in FP8, relative to BF16-mixed."""
     both = after["weights"] + after["residuals"]
     moments = 1 - after["moments"] / before["moments"] if before["moments"] else 0.0
     return {

@@ -7,9 +7,9 @@ library, 4 answers of 32 tokens to each of 4 prompts, and is rewarded for lower-
 `GRPOTrainer` runs unmodified under ``mixed_precision="fp8"`` for 8 steps, and logs in each the mean
 of ``|log p - log q|`` over the tokens that it sampled.
 
-* ``fp8/fp8``: as it runs.
-* ``bf16/bf16``: its FP8 layers are paused, so that both sides run in BF16.
-* ``bf16/fp8``: they are paused but while it samples, as with an engine in FP8.
+* ``fp8/fp8``: the trainer runs unchanged.
+* ``bf16/bf16``: its FP8 layers run in BF16, so that both sides do.
+* ``bf16/fp8``: they run in BF16 except while it samples, as with an engine in FP8.
 
 ``difference`` is the mean over the steps, ``multiplicative_error`` its exponential, ``largest`` the
 largest error of a step; ``warned`` says whether the trainer was warned of the bound. ``reward`` is
@@ -61,10 +61,10 @@ def measure(folder: str, prompts: list[str], recipes: Any, steps: int) -> list[d
     """Run GRPO once in BF16 and twice with each recipe, and return a row for each.
 
     Args:
-        folder: of the model and its tokenizer.
+        folder: folder of the model and its tokenizer.
         prompts: texts.
         recipes: names.
-        steps: of the optimizer.
+        steps: number of optimizer steps.
     """
     rows = []
     for recipe in recipes:
@@ -80,11 +80,11 @@ def measure(folder: str, prompts: list[str], recipes: Any, steps: int) -> list[d
 def run(
     folder: str, prompts: list[str], recipe: str, trains: bool, samples: bool, steps: int
 ) -> dict[str, Any]:
-    """Train by GRPO, and return what it has logged.
+    """Train by GRPO, and return the trainer's log.
 
     Args:
         folder, prompts, steps: see `measure`.
-        recipe: of the layers.
+        recipe: recipe of the layers.
         trains, samples: whether the trainer's forward, and that of `generate`, run in FP8.
     """
     from datasets import Dataset
@@ -171,7 +171,7 @@ def _environment(recipe: str) -> Any:
 
 
 def _forget() -> None:
-    """Have Accelerate, which keeps what the environment said, read it again."""
+    """Let Accelerate read the environment again."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -110,7 +110,7 @@ def compare(trained: Any, policy: Any, held_out: Tensor, seeds: int, *names: str
 
 @torch.no_grad()
 def sample(policy: Any, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sequences, and the log-probabilities (B, NEW) of what was sampled."""
+    """Return the sequences, and the log-probabilities (B, NEW) of the sampled tokens."""
     watch = SampledLogprobs(1.0)
     with rollout(policy), _autocast(), watch.watching(policy, None):
         sequences = policy.generate(
@@ -137,7 +137,7 @@ def _autocast() -> contextlib.AbstractContextManager[None]:
 
 
 def about(module: str) -> dict[str, str]:
-    """Return what a row was made by."""
+    """Return the columns with the origin of a row."""
     import transformers
 
     return {
@@ -150,7 +150,7 @@ def about(module: str) -> dict[str, str]:
 
 
 def write(rows: list[dict[str, Any]], path: Path, columns: list[str], module: str) -> None:
-    """Write the rows of a benchmark's module with what they were made by."""
+    """Write the rows of a benchmark's module with their origin."""
     made_by = about(module)
     write_rows(path, columns, [{**row, **made_by} for row in rows])
     print(f"wrote {path}")

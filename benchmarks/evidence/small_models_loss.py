@@ -2,22 +2,22 @@
 
     nice -n 19 python -m benchmarks.evidence.small_models_loss       # from the repository's root
 
-One run says little: two BF16 runs whose weights differ by a millionth at the start end apart, too.
-So each architecture runs from ten seeds, each seed in BF16, in BF16 from perturbed weights and in
-FP8, on the same rows in the same order; a difference is systematic where its mean over the seeds is
-several standard errors from 0, and not that of the perturbed runs. ``--runs`` names parts of FP8
-alone; two of them use nothing of this package, and are stock BF16 but for what linear layers
-multiply: inputs and weights of the GEMM in forward rounded to E4M3, with a scale for each tensor;
-and so the operands of all three GEMMs, gradients to E5M2 (E4M3 in fused experts). Level O2 against
-the second, seed by seed, is systematic for none of the six: the difference to BF16 is what rounding
-to 8 bits costs a model of this size. Mamba pays the most, 4 %, most of it in its largest layer,
-``in_proj``; its norms, ``x_proj``, the optimizer and the format of gradients change little. Where a
-loss falls by several percent a step, that is a fraction of a step behind.
+One run says little, because two BF16 runs whose weights differ by a millionth also end apart.
+So each architecture runs with ten seeds, each seed in BF16, in BF16 from perturbed weights and in
+FP8, on the same rows in the same order. A difference is systematic if its mean over the seeds is
+several standard errors from 0, while that of the perturbed runs is not. ``--runs`` selects parts of
+FP8. Two of them are stock BF16 without this package, with rounded operands in linear layers: in one
+the inputs and weights of the forward GEMM, to E4M3 with one scale per tensor, in the other the
+operands of all three GEMMs, gradients to E5M2 (E4M3 in fused experts). For none of the six models
+is the difference between level O2 and the second systematic, seed by seed: the difference to BF16
+is the cost of rounding to 8 bits for a model of this size. Mamba loses the most, 4 %, most of it in
+its largest layer, ``in_proj``; its norms, ``x_proj``, the optimizer and the format of gradients
+change little. Since its loss falls by several percent per step, that is a fraction of a step.
 
-A finished run becomes a row of the CSV at once, and a row that is there is not run again.
+A finished run becomes a row of the CSV at once, and an existing row is not run again.
 
-The models have random weights of the size that their class gives them, and learn the same 8 rows of
-random tokens by heart, which moves them as far as 30 steps can. AdamW, learning rate 2e-3. The loss
+The models have random weights with the standard deviations of their classes, and learn the same 8
+rows of random tokens by heart in 30 steps of AdamW with learning rate 2e-3. The loss
 is that of these rows at the end, without dropout.
 """
 
@@ -122,7 +122,7 @@ def train(
 
     Args:
         name: name in MODELS or DEEP.
-        run: name in RUNS; another name is BF16 with what `change` does.
+        run: name in RUNS; another name is BF16 with the effect of `change`.
         seed: number from which weights, data and dropout come.
         steps: number of the optimizer's steps.
         after_step: function that is called after each step.
@@ -185,7 +185,7 @@ def perturb(model: nn.Module, seed: int) -> None:
 
 
 def round_operands(model: nn.Module, multiply: Multiply) -> None:
-    """Have linear layers, but for the head and what is too small for FP8, call another product.
+    """Replace the product of linear layers, except the output layer and layers too small for FP8.
 
     Args:
         model: model whose layers call it from now on.
@@ -421,8 +421,8 @@ def paired(
 
     Args:
         rows: of the CSV.
-        model: of MODELS.
-        run, control: of RUNS.
+        model: key of MODELS.
+        run, control: keys of RUNS.
     """
     by_seed: list[dict[int, float]] = [
         {seed: float(row["rel_diff"]) for (m, r, seed), row in rows.items() if (m, r) == (model, n)}
@@ -450,7 +450,7 @@ def is_systematic(mean: float, error: float) -> bool:
 
 
 def print_summary(rows: dict[tuple[str, str, int], dict]) -> None:
-    """Print what `summary` returns."""
+    """Print the result of `summary`."""
     print(f"{'model':12} {'run':32} {'mean':>9} {'std. err.':>10} {'std. dev.':>10}")
     for (model, run), (mean, error, spread) in summary(rows).items():
         if run != BASELINE:

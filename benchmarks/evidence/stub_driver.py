@@ -1,11 +1,10 @@
-"""A CUDA driver that does nothing: what the host does for launches can be timed without a card.
+"""A CUDA driver that does nothing, to time the host's part of launches without a card.
 
 Our operators run their implementations for CUDA on CPU tensors. Triton's own launcher runs, the C
 code that it generates for every kernel included, down to a ``libcuda.so.1`` of a few lines
 (`tests.emulator.stub_library`) that takes every launch and counts it. Kernels are not compiled.
-GEMMs return memory that nobody has written. So all is there that Python, torch and Triton do for a
-step on a card, and nothing else: what the real driver takes for a launch is missing, in BF16 as in
-FP8.
+GEMMs return uninitialized memory. So Python, torch and Triton do everything that they do for a
+step on a card; only the real driver's time for a launch is missing, in BF16 as in FP8.
 
 Import this before anything of ``torch_fp8``: the implementations are chosen as they are registered.
 """
@@ -61,7 +60,7 @@ class Counts:
 
 @contextlib.contextmanager
 def stub_driver() -> Iterator[Counts]:
-    """Send what is launched within to the stub."""
+    """Send all launches within to the stub."""
     gemm = importlib.import_module("torch_fp8.ops.scaled_mm")
     gemm_operand = importlib.import_module("torch_fp8.ops.gemm_operand")
     operators = importlib.import_module("torch_fp8.ops.registry")

@@ -3,10 +3,10 @@
     python -m benchmarks.evidence.tensor_parallel_bytes
 
 The MLP and the attention's projections of a Llama-3.1-8B block on 8,192 tokens, forward and
-backward, made of fake tensors on a fake process group; `count_communication` counts what torch's
-styles (``communication="off"``) and ours hand to the collectives. Where our layers gather
-their input again in backward, torch's gather of it counts twice. Written to
-``wire_bytes.csv``: bytes that a rank sends, against BF16 collectives.
+backward, with fake tensors and a fake process group; `count_communication` counts the bytes that
+torch's styles (``communication="off"``) and ours pass to the collectives. If our layers gather
+their input again in backward, torch's gather of it counts twice. ``wire_bytes.csv`` gets the bytes
+that a rank sends, compared with BF16 collectives.
 """
 
 import argparse

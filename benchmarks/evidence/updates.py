@@ -1,4 +1,4 @@
-"""Whether small updates arrive: how far weights are after 2,000 steps, against FP32, as CSV.
+"""Displacement of weights after 2,000 small updates, compared with FP32.
 
     python -m benchmarks.evidence.updates         # runs/benchmarks/updates.csv
 
@@ -61,12 +61,12 @@ SEED = 0
 
 
 class Store(NamedTuple):
-    """The form in which an optimizer's tensors are kept between steps.
+    """The formats in which an optimizer's tensors are stored between steps.
 
     Attributes:
         weight: dtype of the master weight; of bfloat16 with `residual_bits` the upper part.
-        residual_bits: None: `weight` alone, rounded to nearest.
-        moment1, moment2, gradient: formats; None is float32.
+        residual_bits: bits below `weight`, or None to round `weight` to nearest.
+        moment1, moment2, gradient: formats, or None for float32.
     """
 
     weight: torch.dtype = torch.float32
@@ -169,7 +169,7 @@ class LevelRun:
 
 
 class PlainRun:
-    """Training with a step written once more, each tensor rounded only where the store says so."""
+    """Training with a separate step, which rounds only the tensors that the store rounds."""
 
     def __init__(self, store: Store, start: Tensor) -> None:
         self._store = store

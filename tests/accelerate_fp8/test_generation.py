@@ -6,7 +6,13 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
 
 from tests.fp8_checkpoints import tiny_llama
-from tests.internals import Float8Layer, WeightQuantizer, linear_function, quantizer
+from tests.internals import (
+    Float8Layer,
+    WeightQuantizer,
+    current_pass,
+    linear_function,
+    quantizer,
+)
 from torch_fp8 import FP8Config, convert_to_float8, rollout
 from torch_fp8.ops.quantize import dequantize
 
@@ -166,7 +172,7 @@ def test_outside_of_a_rollout_training_goes_on_as_before(recipe):
 
 @pytest.mark.long
 def test_a_compiled_decode_says_that_it_casts_weights_at_each_token():
-    linear_function.warn_of_decoding.cache_clear()
+    current_pass.warn_once.cache_clear()
     model = policy("rowwise").eval()
     compiled = torch.compile(model, backend="aot_eager")
     with torch.no_grad(), warnings.catch_warnings(record=True) as said:
@@ -196,7 +202,7 @@ def test_transformers_compiled_decode_with_a_static_cache_casts_no_weight(monkey
         expected = model.generate(input_ids=IDS, disable_compile=True, **options)
     compiling = CompileConfig(backend="aot_eager", mode=None)  # type: ignore[arg-type]
     compiling._compile_all_devices = True
-    linear_function.warn_of_decoding.cache_clear()
+    current_pass.warn_once.cache_clear()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(WeightQuantizer, "for_fprop", counted)
     with rollout(model, compiled=True), warnings.catch_warnings():

@@ -124,3 +124,10 @@ def test_construction_is_a_second_occasion_to_extend(accelerate, monkeypatch):
     accelerate.Accelerator(cpu=True)
     assert calls
     assert set(calls) == {("accelerate_fp8",)}
+
+
+@pytest.mark.parametrize("package", ["accelerate_fp8", "torch_fp8"])
+@pytest.mark.parametrize("name", ["RoutingRecord", "routing_replay"])
+def test_routing_replay_is_refused_by_name(package, name):
+    with pytest.raises(ImportError, match=f"torch_fp8.{name} was removed: no measurement showed"):
+        exec(f"from {package} import {name}")

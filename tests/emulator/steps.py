@@ -142,7 +142,7 @@ def card(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
         dtype = torch.float32 if capability == (9, 0) else torch.bfloat16
         wide = mock.patch.object(products, "_rowwise_dtype", return_value=dtype)
         stack.enter_context(wide)
-        for name in ("_with_payload", "_step_on", "_update_rms"):
+        for name in ("_with_payload", "_step_on"):
             stub = _for_cpu(steps, getattr(steps, name))
             stack.enter_context(mock.patch.object(steps, name, stub))
         stack.enter_context(on_card())

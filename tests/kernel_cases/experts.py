@@ -15,9 +15,8 @@ from torch import Tensor
 from tests.internals import E4M3, CastSpec, GateBackwardInputs, GateForm
 from tests.kernel_cases.comparison import NEIGHBOURS, require, same_bits
 from torch_fp8.ops import expert_gate, moe_rows
-from torch_fp8.ops.fused_quantize import saved_values
 from torch_fp8.ops.moe_rows import Route, moe_route
-from torch_fp8.ops.quantize import QuantizedTensor, quantize
+from torch_fp8.ops.quantize import QuantizedTensor, quantize, saved_values
 
 EXPERTS = 5
 ROWWISE = CastSpec(E4M3, "rowwise", power_of_two=True)

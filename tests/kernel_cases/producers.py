@@ -30,8 +30,7 @@ from tests.kernel_cases.casts import BOTH, EACH, GRANULARITIES, Shape
 from tests.kernel_cases.comparison import close, near, require, same_values
 from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
 from torch_fp8.ops import smooth as smooth_ops
-from torch_fp8.ops.fused_quantize import saved_values
-from torch_fp8.ops.quantize import quantize_2d
+from torch_fp8.ops.quantize import quantize_2d, saved_values
 
 BF16, EPS = torch.bfloat16, 1e-5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

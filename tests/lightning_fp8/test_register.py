@@ -3,7 +3,7 @@ import re
 import shutil
 import types
 from pathlib import Path
-from typing import Literal, Union, get_args
+from typing import Literal, get_args
 
 import click.testing
 import lightning.fabric
@@ -83,7 +83,7 @@ def test_choices_hold_ours_once_and_all_of_the_host(package):
     assert choices.count("fp8-mixed") == 1
     assert {"32-true", "bf16-mixed", "16-mixed"} < set(choices)
     assert precision._PRECISION_INPUT_STR in get_args(precision._PRECISION_INPUT)
-    _register.extend_precision_choices(precision)
+    _register.extend(importlib.import_module(f"{package}.connector"))
     assert get_args(precision._PRECISION_INPUT_STR) == choices
 
 
@@ -93,7 +93,7 @@ def test_connectors_keep_the_original_and_are_wrapped_once(connector):
     name = "_Connector" if "fabric" in connector else "_AcceleratorConnector"
     cls = getattr(module, name)
     before = cls.__init__, cls._check_and_init_precision
-    _register.extend_connector(module)
+    _register.extend(module)
     assert (cls.__init__, cls._check_and_init_precision) == before
     for wrapped in before:
         assert wrapped._fp8_original.__module__ == connector
@@ -138,12 +138,10 @@ def test_upstream_name_that_moved_is_one_warning_and_stock_behaviour(run, tmp_pa
     assert old in moved.output
 
 
-def test_early_extension_does_not_touch_the_types_that_others_hold():
-    module = types.ModuleType("somewhere.plugins.precision.precision")
-    literal = module._PRECISION_INPUT_STR = Literal["32-true", "somewhere"]
-    module._PRECISION_INPUT = Union[Literal[16], literal, Literal["bf16"]]  # noqa: UP007
-    _register.extend_precision_choices(module)
-    assert get_args(module._PRECISION_INPUT_STR) == ("32-true", "somewhere", "fp8-mixed")
-    assert get_args(literal) == ("32-true", "somewhere")
-    expected = Union[Literal[16], Literal["32-true", "somewhere", "fp8-mixed"], Literal["bf16"]]  # noqa: UP007
-    assert expected == module._PRECISION_INPUT
+def test_missing_connector_takes_the_choice_back():
+    literal = Literal["bf16-mixed", "32-true"].copy_with(("bf16-mixed", "32-true", "fp8-mixed"))
+    module = types.ModuleType("lightning.fabric.connector")
+    module._PRECISION_INPUT_STR = literal
+    with pytest.raises(AttributeError, match="_Connector"):
+        _register.extend(module)
+    assert get_args(literal) == ("bf16-mixed", "32-true")

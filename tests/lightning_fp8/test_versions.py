@@ -39,7 +39,7 @@ def test_an_old_lightning_says_so_when_it_is_asked_for_fp8(connector, monkeypatc
 
     monkeypatch.setattr(module, name, Old)
     for _ in range(2):
-        _register.extend_connector(module)
+        _register.extend(module)
     Old(precision="bf16-mixed", plugins=None, strategy="auto")
     package = connector.partition(".")[0].replace("_", "-")
     line = rf"supports {package} [\d.]+ to [\d.]+, found 2.2.5: pip install '{package}>=[\d.]+'"
@@ -48,14 +48,6 @@ def test_an_old_lightning_says_so_when_it_is_asked_for_fp8(connector, monkeypatc
     with pytest.raises(ImportError, match="or train without FP8"):
         Old(plugins=[FP8Precision()])
     assert len(made) == 1
-
-
-@pytest.mark.usefixtures("too_old")
-def test_choices_that_an_old_lightning_does_not_have_are_no_warning():
-    class Moved:
-        __name__ = "lightning.fabric.plugins.precision.precision"
-
-    _register.extend_precision_choices(Moved())
 
 
 @each_host

@@ -49,7 +49,7 @@ FAULTS = {
         f"{_FSDP}/test_connect.py {_FSDP}/test_unsharded_weight.py",
     ): (
         "an Inf of one rank's weight is lost in the common scale",
-        "        amax = torch.where(amax.isfinite(), amax, torch.inf)\n",
+        "            amax = torch.where(amax.isfinite(), amax, torch.inf)\n",
         "",
     ),
     (

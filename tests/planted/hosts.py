@@ -2,11 +2,6 @@
 
 _ACCELERATE, _LIGHTNING = "tests/accelerate_fp8", "tests/lightning_fp8"
 FAULTS = {
-    ("accelerate_fp8/routing.py", f"{_ACCELERATE}/test_routing.py"): (
-        "a token whose experts are given in part is replayed whole",
-        "replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)",
-        "replayed = (given >= 0).any(1, keepdim=True)  # (T, 1)",
-    ),
     ("accelerate_fp8/history.py", f"{_ACCELERATE}/test_checkpoints.py"): (
         "the histories of a second model are loaded from the first one's",
         '        prefix = f"{i}."\n        own',

@@ -18,9 +18,9 @@ FAULTS = {
         "",
     ),
     ("torch_fp8/ops/messages.py", f"{_TESTS}/test_messages.py"): (
-        "sums of ranks round with the bits of their first message",
-        "index = element_index(x.shape[0], x.shape[1], first, 0, GROUP_SIZE, x.device)",
+        "all groups of a message round with the bits of its first one",
         "index = element_index(x.shape[0], x.shape[1], 0, 0, GROUP_SIZE, x.device)",
+        "index = element_index(x.shape[0], x.shape[1], 0, 0, 0, x.device)",
     ),
     (
         "torch_fp8/ops/grad_codec.py",

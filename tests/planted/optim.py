@@ -32,8 +32,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/gradient_slot.py", f"{_TESTS}/test_grad_hooks.py"): (
         "an optimizer that takes over a gradient loses its exchange",
-        "            self._optimizer = weakref.ref(optimizer)\n",
-        "            self._optimizer, self.exchange = weakref.ref(optimizer), None\n",
+        "        slot._optimizer = weakref.ref(optimizer)\n",
+        "        slot._optimizer, slot.exchange = weakref.ref(optimizer), None\n",
     ),
     ("torch_fp8/optim/gradient_slot.py", f"{_TESTS}/test_rounding_streams.py"): (
         "8-bit gradients of all shards round alike",
@@ -55,8 +55,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/state.py", f"{_TESTS}/test_state_forms.py"): (
         "a step count that is no tensor is loaded as zero",
-        'else torch.tensor(float(step), device="cpu", dtype=torch.float32)',
-        'else torch.zeros((), device="cpu", dtype=torch.float32)',
+        'torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu")',
+        'torch.zeros((), dtype=torch.float32, device="cpu")',
     ),
     ("torch_fp8/optim/residual.py", f"{_TESTS}/test_state_forms.py"): (
         "a whole residual gives all shards the first rows",

@@ -43,6 +43,14 @@ FAULTS = {
         "    for hook in call.begins if loss.requires_grad else ():\n        loss.reg",
         "    for hook in ():\n        loss.reg",
     ),
+    ("torch_fp8/nn/logit_losses.py", _FROZEN): (
+        "the monitor does not see the operands of an output layer",
+        "            _show(call, tokens, labels, ignore_index)\n",
+        "            pass\n",
+        "the monitor computes the logits of all tokens",
+        "max(1, -(-len(tokens) // _OBSERVED))",
+        "1",
+    ),
     ("torch_fp8/nn/logit_losses.py", _LOSSES): (
         "a detached loss trains the weight",
         "    if not of.requires_grad:\n        head = ",
@@ -55,7 +63,7 @@ FAULTS = {
     ),
     ("torch_fp8/nn/logit_steps.py", _READS): (
         "an index that reaches the classes takes hidden features",
-        "    if num_dims >= x.ndim:\n        return NotImplemented\n",
+        "    if sum(_num_dims(item) for item in items) >= x.ndim:\n        return NotImplemented\n",
         "",
         "a view that moves classes into tokens is recorded",
         "if not is_last or shape_of.dtype",

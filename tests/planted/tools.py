@@ -129,7 +129,7 @@ FAULTS = {
         "        step.add_call(*known.backward)\n",
         "",
         "functions with kernels are followed at each call",
-        "if key is not None and key not in self._known:",
+        "if key is not None and key not in _known:",
         "if key is not None:",
     ),
     ("torch_fp8/monitor/monitor.py", "tests/test_architecture.py"): (

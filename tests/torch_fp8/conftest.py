@@ -81,10 +81,10 @@ def scaled_mm_calls(monkeypatch):
 @pytest.fixture
 def weight_casts(monkeypatch):
     """The shapes of what has 64 rows or more and is cast, in order: of weights."""
-    from tests.internals import payload_cast, quantizer
+    from tests.internals import halves_module, quantizer
 
     shapes = []
-    for module in (quantizer, payload_cast):
+    for module in (quantizer, halves_module):
 
         def counted(x, *args, original=module.quantize_layouts, **kwargs):
             if len(x) >= 64:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torch_fp8
-from tests.internals import RECIPES, CastOptions, make_recipe, payload_cast, sqnr_db
+from tests.internals import RECIPES, CastOptions, halves_module, make_recipe, sqnr_db
 from torch_fp8 import FP8Config
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.ops.quantize import quantize_layouts
@@ -119,13 +119,13 @@ def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, monkeypatch):
     except ValueError as error:
         pytest.skip(str(error))
     cast = []
-    original = payload_cast.quantize_layouts
+    original = halves_module.quantize_layouts
 
     def counted(x, *args, **kwargs):
         cast.append(tuple(x.shape))
         return original(x, *args, **kwargs)
 
-    monkeypatch.setattr(payload_cast, "quantize_layouts", counted)
+    monkeypatch.setattr(halves_module, "quantize_layouts", counted)
     weights = []
     for kept in (False, True):
         cast.clear()

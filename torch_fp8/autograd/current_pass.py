@@ -33,6 +33,12 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
 
+@functools.cache
+def warn_once(message: str) -> None:
+    """Give a warning the first time that this process has this message."""
+    warnings.warn(message, stacklevel=3)
+
+
 requested = 0
 """Number of `high_precision` blocks that are active now."""
 
@@ -58,26 +64,24 @@ class RunsFP8(nn.Module):
 
     Attributes:
         fp8: state that conversion adds to the module and `torch_fp8.revert` deletes.
+        fp8_weight_names: names of the weights that run in FP8.
     """
 
     fp8: Any
-
-    @property
-    def fp8_config(self) -> Any:
-        """Configuration with which the module was converted."""
-        return self.fp8.config
+    fp8_weight_names: tuple[str, ...] = ()
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:
         """Weights that the module multiplies in FP8."""
-        return ()
+        weights = map(self._parameters.get, self.fp8_weight_names)
+        return tuple([weight for weight in weights if weight is not None])
 
     @property
     def runs_fp8(self) -> bool:
         """Whether a forward would run in FP8 now; callers also check `is_transformed`."""
         if requested or is_exporting():
             return False
-        return self.training or bool(self.fp8_config.eval_fp8)
+        return self.training or bool(self.fp8.config.eval_fp8)
 
 
 def is_exporting() -> bool:
@@ -104,20 +108,14 @@ def is_transformed() -> bool:
     AOTAutograd also traces, but can trace our operators, so it does not count.
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        _warn_of_transforms()
+        warn_once(
+            "FP8: converted modules run in high precision under transforms of torch.func (grad, "
+            "vjp, jvp, vmap) and forward-mode AD"
+        )
         return True
     if is_fx_symbolic_tracing():  # also in make_fx
         return not is_traced()
     return torch.jit.is_tracing()
-
-
-@functools.cache
-def _warn_of_transforms() -> None:
-    warnings.warn(
-        "FP8: converted modules run in high precision under transforms of torch.func (grad, vjp, "
-        "jvp, vmap) and forward-mode AD",
-        stacklevel=2,
-    )
 
 
 @functools.cache
@@ -136,16 +134,14 @@ def ran_in_graph() -> bool:
     return _noted.cache_info().currsize > 0
 
 
-@functools.cache
 def warn_of_decoding() -> None:
     """Warn once that a compiled forward of one token casts weights again and again."""
-    warnings.warn(
+    warn_once(
         "FP8: a compiled forward of one token casts the weights of its FP8 layers for every token, "
         "because a graph cannot tell whether a weight has changed. Declare that they do not "
         "change, with torch_fp8.rollout(model, compiled=True); or generate without a graph, so "
         "they are cast once (transformers: generate(disable_compile=True), as TRL does); or store "
-        "them in FP8 only, with torch_fp8.freeze(model)",
-        stacklevel=2,
+        "them in FP8 only, with torch_fp8.freeze(model)"
     )
 
 
@@ -157,17 +153,12 @@ def warn_of_disabled_autocast(name: str) -> None:
     regions = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     if regions > 1:
-        _warn_of_fp8(name)
-
-
-@functools.cache
-def _warn_of_fp8(name: str) -> None:
-    warnings.warn(
-        f"FP8 layer '{name}' runs in FP8 within torch.autocast(enabled=False), where a stock layer "
-        "multiplies in float32. For float32 write `with torch.autocast(..., enabled=False), "
-        f"torch_fp8.high_precision():`, or name the layer in FP8Config(skip=('{name}',))",
-        stacklevel=2,
-    )
+        warn_once(
+            f"FP8 layer '{name}' runs in FP8 within torch.autocast(enabled=False), where a stock "
+            "layer multiplies in float32. For float32 write `with torch.autocast(..., enabled="
+            "False), torch_fp8.high_precision():`, or name the layer in "
+            f"FP8Config(skip=('{name}',))"
+        )
 
 
 def warn_of_halves_in_program() -> None:
@@ -179,18 +170,12 @@ def warn_of_halves_in_program() -> None:
     if torch.compiler.is_dynamo_compiling():
         return
     if torch.jit.is_tracing() or is_exporting():
-        _warn_of_halves_in_program()
-
-
-@functools.cache
-def _warn_of_halves_in_program() -> None:
-    warnings.warn(
-        "FP8: this traced or exported program refers to weights that are stored in two halves. "
-        "torch.onnx.export and run_decompositions() raise an error for it, and torch.jit.save "
-        "crashes the process. To save the model, trace or export a stock copy: "
-        "stock = copy.deepcopy(model); torch_fp8.revert(stock)",
-        stacklevel=2,
-    )
+        warn_once(
+            "FP8: this traced or exported program refers to weights that are stored in two halves. "
+            "torch.onnx.export and run_decompositions() raise an error for it, and torch.jit.save "
+            "crashes the process. To save the model, trace or export a stock copy: "
+            "stock = copy.deepcopy(model); torch_fp8.revert(stock)"
+        )
 
 
 def is_traced() -> bool:
@@ -200,8 +185,7 @@ def is_traced() -> bool:
 
 def running_backward() -> int:
     """Return the number of the backward that this code runs in, as a checkpoint's; -1: in none."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    return torch._C._current_graph_task_id()
 
 
 def saves_nothing() -> bool:
@@ -217,8 +201,7 @@ def saves_nothing() -> bool:
     if hooks is None or is_traced():
         return False
     pack = hooks[0]
-    name = (getattr(pack, "__module__", None), getattr(pack, "__qualname__", None))
-    if name != _FIRST_PASS:
+    if (getattr(pack, "__module__", None), getattr(pack, "__qualname__", None)) != _FIRST_PASS:
         return False
     recompute = getattr(_enclosed(pack, "frame"), "recompute_fn", None)
     return isinstance(_enclosed(recompute, "recompute_context"), contextlib.nullcontext)

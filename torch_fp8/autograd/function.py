@@ -78,8 +78,7 @@ def is_asked_for(ctx: Any, i: int) -> bool:
 
 def will_run(node: Any) -> bool:
     """Return whether the running backward runs this node, which is no leaf that it returns."""
-    runs: bool = torch._C._will_engine_execute_node(node)
-    return runs
+    return torch._C._will_engine_execute_node(node)
 
 
 def is_returned(ctx: Any, i: int) -> bool:
@@ -110,8 +109,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     """
     # Eager code calls the operator without its Python wrapper, to save host time.
     call = _unsafe_view if torch.compiler.is_compiling() else _unsafe_view._op
-    reshaped: Tensor = call(result, shape)
-    return reshaped
+    return call(result, shape)
 
 
 def as_text(value: Any) -> str:
@@ -150,8 +148,7 @@ def shape_of_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor 
     """Return a fake result that requires a gradient if an operand does; see
     `only_shape_matters`.
     """
-    result: Tensor = _ShapeOfResult.apply(shape, dtype, *operands)
-    return result
+    return _ShapeOfResult.apply(shape, dtype, *operands)
 
 
 def written_in_backward(tensors: Sequence[Tensor]) -> None:

@@ -60,8 +60,7 @@ def selective_checkpoint_contexts() -> tuple[Any, Any]:
             "out, which keeps the fewest bytes, or use no checkpoint, since FP8 layers save less "
             "than half of BF16's bytes"
         )
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
-    return contexts
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -78,5 +77,4 @@ def operator_name(func: Any) -> str:
     """Return an operator's name without overload; "" unless it is torch's or ours."""
     if getattr(func, "namespace", "") not in ("aten", "torch_fp8"):
         return ""
-    name: str = func._schema.name
-    return name.rpartition("::")[2]
+    return func._schema.name.rpartition("::")[2]

@@ -66,9 +66,6 @@ def folder_of(config: Any) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-_DEQUANTIZERS = ("Fp8Dequantize",)
-"""transformers' operations whose reverse quantizes tensors when a model is saved."""
-
 SAVED_DEQUANTIZED = (
     "the model was loaded from an FP8 checkpoint and will be saved in its current dtype; stock "
     "transformers would quantize all of its matrices and write no quantization_config"
@@ -96,19 +93,15 @@ def save_dequantized(model: nn.Module) -> int:
         entries = []
         for conversion in conversions:
             operations = getattr(conversion, "operations", None) or []
-            others = [op for op in operations if type(op).__name__ not in _DEQUANTIZERS]
+            others = [op for op in operations if type(op).__name__ != "Fp8Dequantize"]
             if len(others) == len(operations):
                 entries.append(conversion)
                 continue
             dropped += 1
-            if others:
-                entries.append(_without_scales(conversion, others))
+            if others:  # for example a merge of experts
+                sources = conversion._original_source_patterns
+                sources = [s for s in sources if not s.endswith(("_scale_inv", "activation_scale"))]
+                targets = conversion._original_target_patterns
+                entries.append(conversion.copy(sources, targets, operations=others))
         module.__dict__["_weight_conversions"] = entries
     return dropped
-
-
-def _without_scales(conversion: Any, operations: list[Any]) -> Any:
-    """Return a transformers conversion, for example a merge of experts, without scales."""
-    scales = ("_scale_inv", "activation_scale")
-    sources = [s for s in conversion._original_source_patterns if not s.endswith(scales)]
-    return conversion.copy(sources, conversion._original_target_patterns, operations=operations)

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fp8.checkpoint.adopt_checkpoint import folder_of
 from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_layers, refuse_prompts
-from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.safetensors_files import parse_size, write_safetensors
 from torch_fp8.checkpoint.stored_names import PLAIN
 from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.class_swap import without_compiler
+from torch_fp8.nn.layer_filter import output_layer
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import SAVE_FORMATS
 from torch_fp8.quantization.wording import check_choice
@@ -101,8 +101,8 @@ def export(
     the value that the layer's forward multiplies by. All other parameters are written in BF16,
     except those that transformers keeps in float32; buffers keep their dtype. The folder contains
     ``config.json``, the generation configuration, the tokenizer if it is known, and safetensors
-    files as ``save_pretrained`` writes them. Tensors are computed and written one after another. If
-    the export fails, no folder is left. The model does not change.
+    files as ``save_pretrained`` writes them. Tensors are computed one after another, and the CPU
+    holds those of one file. If the export fails, no folder is left. The model does not change.
 
     Args:
         model: a transformers model converted by `torch_fp8.convert_to_float8`, or its
@@ -126,6 +126,7 @@ def export(
             cannot hold a layer (the error names it); weights are not finite, sharded or offloaded.
         TypeError: `model` is not a transformers model, or `tokenizer` cannot be saved.
         OSError: the disk is full or not writable.
+        ImportError: safetensors is missing.
     """
     check_arguments(export, locals())
     check_choice("format", format, tuple(SAVE_FORMATS))
@@ -135,38 +136,6 @@ def export(
             "to copy the files from the model's original folder"
         )
     most, path = parse_size(max_shard_size), refuse_existing(path)
-    root, plan = prepare_export(model, format, adapters)
-    with whole_folder(path) as folder:
-        _write(root, plan, folder, most, tokenizer)
-    return warned(report_of(root, plan, path))
-
-
-def report_of(root: Any, plan: ExportPlan, path: Path) -> ExportReport:
-    """Return the report on a plan's tensors of a transformers model in a folder."""
-    assert plan.format is not None
-    names = (tuple(plan.fp8), tuple(plan.kept), tuple(plan.recast), tuple(plan.ignored))
-    in_fp8 = [group for group in plan.groups if isinstance(group.form, ExportFormat)]
-    num_elements = sum(group.tensor.numel() for group in in_fp8)
-    num_bytes = sum(group.num_bytes for group in in_fp8)
-    output_layer = getattr(root, "get_output_embeddings", lambda: None)()
-    names_of = {id(module): name for name, module in root.named_modules()}
-    head = names_of.get(id(output_layer), "")
-    sizes = num_elements, num_bytes, head
-    return ExportReport(path, plan.format.name, plan.format.recipe, *names, *sizes)
-
-
-def prepare_export(
-    model: nn.Module, format: str, adapters: str | None = None
-) -> tuple[Any, ExportPlan]:
-    """Check everything that an export needs, before anything is written.
-
-    Args:
-        model, format, adapters: see `export`.
-    Returns:
-        The transformers model inside wrappers, and the plan of its export.
-    Raises:
-        ValueError, TypeError: see `export`.
-    """
     root = unwrapped(model)
     adapted = adapted_layers(root)
     if adapted and adapters is None:
@@ -176,7 +145,50 @@ def prepare_export(
             "FP8; adapters='apart' writes only the base, for an engine that serves the adapter "
             "from model.save_pretrained beside it"
         )
-    return root, plan_export(root, format, fold_of(model, root, adapters or "merge"))
+    plan = plan_export(root, format, fold_of(model, root, adapters or "merge"))
+    with whole_folder(path) as folder:
+        sizes = _write(root, plan, folder, most, tokenizer)
+    return reported(root, plan, path, sizes)
+
+
+def reported(model: nn.Module, plan: ExportPlan, path: Path, sizes: dict[str, int]) -> ExportReport:
+    """Return the report on what was written, and warn of weights with other values or dtypes.
+
+    Args:
+        model: the transformers model.
+        plan: the plan of its tensors.
+        path: the folder.
+        sizes: the bytes of the tensors in the files, by their names in the model.
+    """
+    assert plan.format is not None
+    in_fp8 = {group.key: group.tensor for group in plan.groups if group.form is plan.format}
+    head = output_layer(model)
+    report = ExportReport(
+        path=path,
+        format=plan.format.name,
+        recipe=plan.format.recipe,
+        fp8=tuple(plan.fp8),
+        kept=tuple(plan.kept),
+        recast=tuple(plan.recast),
+        ignored=tuple(plan.ignored),
+        num_elements=sum(tensor.numel() for tensor in in_fp8.values()),
+        num_bytes=sum(sizes[key] for key in in_fp8),
+        head=next((name for name, m in model.named_modules() if m is head), ""),
+    )
+    if report.kept:
+        warnings.warn(
+            f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "
+            f"{first_reasons(report.kept, 3)}",
+            stacklevel=3,
+        )
+    if report.recast:
+        warnings.warn(
+            "experts are trained with one scale per row and written in blocks of 128 x 128, so "
+            f"engines use different FP8 values from training (such as '{report.recast[0]}'); "
+            "recipe='rowwise' with format='compressed-tensors' writes the values of training",
+            stacklevel=3,
+        )
+    return report
 
 
 def fold_of(model: nn.Module, root: nn.Module, adapters: str) -> AdapterFold:
@@ -197,21 +209,16 @@ def unwrapped(model: nn.Module) -> Any:
     Raises:
         TypeError: there is none.
     """
-    root: Any = model
-    while True:
-        if isinstance(root, DistributedDataParallel):
-            root = root.module
-        elif without_compiler(root) is not root:
-            root = without_compiler(root)
-        elif callable(getattr(root, "get_base_model", None)):
-            root = root.get_base_model()
-        else:
-            break
+    root: Any = without_compiler(model)
+    if isinstance(root, DistributedDataParallel):
+        return unwrapped(root.module)
+    if callable(getattr(root, "get_base_model", None)):
+        return unwrapped(root.get_base_model())
     config = getattr(root, "config", None)
     if not isinstance(root, nn.Module) or not callable(getattr(config, "save_pretrained", None)):
         raise TypeError(
             "export takes a transformers model, because engines read its config.json; "
-            f"{type(model).__name__} has no such config"
+            f"{type(root).__name__} has no such config"
         )
     return root
 
@@ -226,27 +233,9 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def warned(report: ExportReport) -> ExportReport:
-    """Warn of FP8 layers that are written in BF16, and of experts that were cast again."""
-    if report.kept:
-        warnings.warn(
-            f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "
-            f"{first_reasons(report.kept, 3)}",
-            stacklevel=3,
-        )
-    if report.recast:
-        warnings.warn(
-            "experts are trained with one scale per row and written in blocks of 128 x 128, so "
-            f"engines use different FP8 values from training (such as '{report.recast[0]}'); "
-            "recipe='rowwise' with format='compressed-tensors' writes the values of training",
-            stacklevel=3,
-        )
-    return report
-
-
 def _write(
-    model: Any, plan: ExportPlan, folder: Path, max_shard_size: int, tokenizer: Any = None
-) -> None:
+    model: Any, plan: ExportPlan, folder: Path, max_shard_size: int, tokenizer: Any
+) -> dict[str, int]:
     """Write everything into an existing folder, the configuration first: it fails quickly."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -262,7 +251,7 @@ def _write(
         tokenizer.save_pretrained(folder)
     else:
         copy_tokenizer(folder_of(model.config), folder)
-    write_safetensors(folder, plan.groups, max_shard_size)
+    return write_safetensors(folder, plan.groups, max_shard_size)
 
 
 def write_quantization(folder: Path, plan: ExportPlan) -> None:

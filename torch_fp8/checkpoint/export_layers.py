@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
@@ -198,15 +197,6 @@ def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
         )
 
 
-def refuse_sharded(key: str, tensor: Tensor) -> None:
-    """Refuse a tensor of which this rank has only a part."""
-    if isinstance(tensor, DTensor):
-        raise ValueError(
-            f"'{key}' is sharded across ranks; save the model with Lightning or Accelerate, then "
-            "run torch-fp8 export on that checkpoint"
-        )
-
-
 def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
     """Refuse names that would make transformers leave an FP8 layer in high precision.
 
@@ -224,8 +214,6 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
 def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
     """Refuse values with an Inf or NaN, with the name of their tensor."""
     checked = values if isinstance(values, Tensor) else values.scale
-    if checked.is_meta:
-        return
     is_finite = not checked.is_floating_point() or bool(checked.isfinite().all())
     if isinstance(values, QuantizedTensor):
         is_nan = values.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS

@@ -11,17 +11,16 @@ each row get exactly the bytes that training multiplies by. For formats with blo
 weights are cast again in these blocks. The values differ from training's, but are as close to the
 weights, and the report says so. Other formats get BF16.
 
-Each `FoldedTensor` computes its tensors when they are asked for. The same computation on the meta
-device tells their names, dtypes and shapes before.
+Each `FoldedTensor` computes its tensors when they are asked for.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.export_layers import (
     check_finite,
@@ -30,13 +29,11 @@ from torch_fp8.checkpoint.export_layers import (
     ignored_experts,
     one_recipe,
     refuse_ambiguous,
-    refuse_sharded,
     refuse_tied,
     with_routers,
 )
 from torch_fp8.checkpoint.fold_adapters import AdapterFold, SmoothFold, adapted_layers
 from torch_fp8.checkpoint.formats import ExportFormat
-from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.stored_names import (
     PLAIN,
     StoredPart,
@@ -128,20 +125,10 @@ class FoldedTensor:
     fold: AdapterFold
     smooth: SmoothFold | None = None
 
-    @cached_property
-    def planned(self) -> dict[str, Tensor]:
-        """The tensors without values, by name."""
-        return dict(self.tensors(dry=True))
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.planned.values())
-
     @torch.no_grad()
-    def tensors(self, dry: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for all parts; `dry`: on the meta device, without values."""
-        form, value = self.form, self._value(dry)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for all parts."""
+        form, value = self.form, self._value()
         if isinstance(form, torch.dtype):
             value = dequantized(value)  # FP8 if it belongs to a paused layer
             for part in self.parts:
@@ -149,24 +136,22 @@ class FoldedTensor:
                 check_finite(part.name, plain)
                 yield part.name, plain
             return
-        scale = None
-        if isinstance(form, ExportFormat) and self.layer is not None and form.is_static:
-            scale = self._input_scale(self.layer, dry)
-        recast = isinstance(form, ExportFormat) and form.block == FROZEN_BLOCK
+        scale, recast = None, False
+        if isinstance(form, ExportFormat):
+            recast = form.block == FROZEN_BLOCK
+            scale = self._input_scale(self.layer) if self.layer and form.is_static else None
         for part, payload in zip(self.parts, self._payloads(value, recast), strict=True):
             if isinstance(form, ExportFormat):
                 yield from form.tensors(part.name.removesuffix(".weight"), payload, scale)
                 continue
             plain = dequantize(payload, PLAIN)
-            if not dry and not torch.equal(plain.float(), dequantize(payload)):
+            if not torch.equal(plain.float(), dequantize(payload)):
                 raise ValueError(f"'{self.key}' {form.otherwise}")
             is_transposed = self.layer is not None and self.layer.fp8.transposed
             yield part.name, plain.t() if is_transposed else plain  # (N, K) -> as stored
 
-    def _value(self, dry: bool) -> Tensor:
+    def _value(self) -> Tensor:
         """Return the tensor as it is stored, with all that is folded into it."""
-        if dry:
-            return torch.empty(self.tensor.shape, dtype=PLAIN, device="meta")
         value = self.source.values(self.key, self.tensor, self.layer)
         value = self.fold(self.module, value, self.key.rpartition(".")[2])
         if self.layer is None or self.smooth is None:
@@ -205,24 +190,17 @@ class FoldedTensor:
         does not include.
         """
         is_folded = self.smooth is not None and layer in self.smooth
-        known = (
-            layer.fp8.recipe.delayed
-            and layer.fp8.scales_known
-            and not is_folded
-            and not weight.is_meta
-        )
+        known = layer.fp8.recipe.delayed and layer.fp8.scales_known and not is_folded
         scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
         quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
         return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)
 
-    def _input_scale(self, layer: Float8Layer, dry: bool) -> Tensor:
+    def _input_scale(self, layer: Float8Layer) -> Tensor:
         """Return the () scale with which delayed scaling will cast the next input of `layer`.
 
         Raises:
             ValueError: no forward has recorded an amax yet, or an amax is not finite.
         """
-        if dry:
-            return torch.empty((), dtype=torch.float32, device="meta")
         name = self.key.removesuffix(".weight")
         config, (history, _, slots) = layer.fp8.config, scaling_buffers(layer)
         amaxes = torch.stack(slots[:2]).view(torch.float32)
@@ -319,7 +297,11 @@ def plan_export(
             plan.fp8.append(name)
             plan.recast += [name] if fused and format and format.block == FROZEN_BLOCK else []
         for key, tensor in own_tensors(name, module):
-            refuse_sharded(key, tensor)
+            if isinstance(tensor, DTensor):
+                raise ValueError(
+                    f"'{key}' is sharded across ranks; save the model with Lightning or "
+                    "Accelerate, then run torch-fp8 export on that checkpoint"
+                )
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
                 refuse_tied(name, before.removesuffix(".weight"), layers)
@@ -329,8 +311,8 @@ def plan_export(
             form: ExportFormat | Exact | torch.dtype
             if format is None or (layer is None and (key not in fused or in_bf16 is not None)):
                 form = plain_dtype(model, key, tensor, source.dtype(key, tensor))
-                if is_file and form not in DTYPES.values():
-                    raise ValueError(f"'{key}' is {form}, which safetensors files do not support")
+                if is_file and form.is_complex:
+                    raise ValueError(f"'{key}' is {form}, and engines read no complex tensors")
             elif reason:
                 form = Exact(_NOT_EXACT.format(reason)) if is_fp8 else PLAIN
             else:

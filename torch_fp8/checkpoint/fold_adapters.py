@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.conversion.detect_producers import gated_mlps
 from torch_fp8.nn.class_swap import own_child, unwrapped_name
-from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.smooth import smooth_factors
 from torch_fp8.tensor.base import dequantized
@@ -134,19 +133,14 @@ class AdapterFold:
         if own_child(model, "base_layer") is not None:
             model = _innermost(model)
         elif own_child(model, "original_module") is not None:
-            model = self._copy_or_original(model)
+            wrapper: Any = model
+            active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+            is_copy = self._merge and active
+            model = wrapper.modules_to_save[active[0]] if is_copy else wrapper.original_module
         yield unwrapped_name(prefix), model
         for name, part in model.named_modules(remove_duplicate=False):
             if name and "." not in name:  # a child, under each of its names
                 yield from self.walk(part, f"{prefix}.{name}".lstrip("."))
-
-    def _copy_or_original(self, wrapper: Any) -> nn.Module:
-        active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
-        if self._merge and active:
-            chosen: nn.Module = wrapper.modules_to_save[active[0]]
-            return chosen
-        original: nn.Module = wrapper.original_module
-        return original
 
     @torch.no_grad()
     def __call__(self, layer: nn.Module, weight: Tensor, parameter: str = "weight") -> Tensor:
@@ -217,23 +211,20 @@ class SmoothFold:
     def __init__(self, model: nn.Module) -> None:
         self._factors: dict[nn.Module, _Factors] = {}
         for _, module, spec in gated_mlps(model):
-            self._add(module, spec)
-
-    def _add(self, module: nn.Module, spec: GatedMLPSpec) -> None:
-        up = getattr(module, spec.inputs[-1])  # or one layer for gate and up
-        down = getattr(module, spec.down)
-        if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):
-            return
-        channels = None if down.fp8.channels is None else down.fp8.channels.amax
-        if channels is None or up.bias is not None or not down.fp8.recipe.smooth:
-            return
-        s, inverse, _ = smooth_factors(channels)
-        rows = s
-        if len(spec.inputs) == 1:
-            parts = (torch.ones_like(s), s)
-            rows = torch.cat(parts if spec.gate_first else parts[::-1])
-        self._factors[up] = _Factors(rows)
-        self._factors[down] = _Factors(inverse, channels)
+            up = getattr(module, spec.inputs[-1])  # or one layer for gate and up
+            down = getattr(module, spec.down)
+            if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):
+                continue
+            channels = None if down.fp8.channels is None else down.fp8.channels.amax
+            if channels is None or up.bias is not None or not down.fp8.recipe.smooth:
+                continue
+            s, inverse, _ = smooth_factors(channels)
+            rows = s
+            if len(spec.inputs) == 1:
+                parts = (torch.ones_like(s), s)
+                rows = torch.cat(parts if spec.gate_first else parts[::-1])
+            self._factors[up] = _Factors(rows)
+            self._factors[down] = _Factors(inverse, channels)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._factors

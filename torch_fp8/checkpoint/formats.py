@@ -49,14 +49,6 @@ from torch_fp8.tensor.frozen_payload import FROZEN_BLOCK, scale_grid
 _PLAIN = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 """The formats of compressed-tensors that store 8-bit weights unpacked, one per byte."""
 
-_OTHERS = {
-    "bitsandbytes": "bitsandbytes (NF4 or INT8)",
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "mxfp4": "MXFP4",
-    "torchao": "torchao",
-    "modelopt": "ModelOpt",
-}
 _WAY_OUT = (
     "torch_fp8 reads BF16, fine-grained FP8 (quant_method 'fp8'), compressed-tensors "
     "'float-quantized' and 'mxfp8-quantized', and ModelOpt 'FP8' checkpoints. Use one of these, or "
@@ -126,8 +118,7 @@ def format_of(quantization: Mapping[str, Any], where: str) -> CheckpointFormat:
         return _compressed_tensors(quantization, where)
     if method == "modelopt" and quantization.get("quant_algo") == "FP8":
         return CheckpointFormat("ModelOpt FP8", "_scale", ((0, 0),))
-    name = _OTHERS.get(method.partition("-")[0], method or "an unnamed method")
-    raise ValueError(f"{where} is quantized by {name}; {_WAY_OUT}")
+    raise ValueError(f"{where} is quantized by {method or 'an unnamed method'}; {_WAY_OUT}")
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -261,7 +252,7 @@ class ExportFormat:
     def tensors(
         self, name: str, payload: QuantizedTensor, input_scale: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in the file for a layer's weight; on the meta device, its plan.
+        """Yield (name, tensor) in the file for a layer's weight.
 
         Args:
             name: the layer's name in the file.

@@ -68,12 +68,14 @@ def take_over_layers(
     layers = [(name, module) for name, module in model.named_modules() if _scale_name(module)]
     if not layers:
         return []
+    own = _is_of_host(layers[0][1], "FP8Linear")
+    num_layers = len(layers)
+    kind = "transformers' FP8Linear layers" if own else "compressed-tensors layers"
     option = option_that_keeps(config)
     if option is not None:
-        return [f"{len(layers)} {_kind(layers[0][1])} are left unchanged ({option})"]
+        return [f"{num_layers} {kind} are left unchanged ({option})"]
     weights = [_weight_of(name, layer) for name, layer in layers]
     lines = take_over_experts(model, config, trained=trained, residuals=residuals)
-    num_layers, kind = len(layers), _kind(layers[0][1])
     num_trained = num_anew = 0
     while layers:  # free each one before the next
         (name, layer), weight = layers.pop(), weights.pop()
@@ -107,16 +109,13 @@ def _scale_name(module: nn.Module) -> str:
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.is_meta:
         return ""
     known = "quantization_scheme" in vars(module) and type(module) is nn.Linear
-    own = type(module).__name__ == "FP8Linear" and type(module).__module__.startswith(
-        "transformers."
-    )
     names = [name for name in _SCALES if isinstance(module._parameters.get(name), Tensor)]
-    return names[0] if names and (known or own) else ""
+    return names[0] if names and (known or _is_of_host(module, "FP8Linear")) else ""
 
 
-def _kind(layer: nn.Module) -> str:
-    own = type(layer).__name__ == "FP8Linear"
-    return "transformers' FP8Linear layers" if own else "compressed-tensors layers"
+def _is_of_host(module: nn.Module, name: str) -> bool:
+    cls = type(module)
+    return cls.__name__ == name and cls.__module__.startswith("transformers.")
 
 
 def _block_of(name: str, layer: Any) -> tuple[int, int]:
@@ -158,18 +157,6 @@ def _no_longer_quantized(model: nn.Module) -> None:
 _EXPERT_SCALES = "_scale_inv"
 
 
-def host_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the expert modules that transformers holds in FP8."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module).__name__ == "FP8Experts"
-        and type(module).__module__.startswith("transformers.")
-        and all(w.dtype == torch.float8_e4m3fn for _, w, _ in _weights(module))
-        and not any(w.is_meta for _, w, _ in _weights(module))
-    ]
-
-
 @torch.no_grad()
 def take_over_experts(
     model: nn.Module, config: FP8Config, *, trained: bool, residuals: bool
@@ -185,7 +172,9 @@ def take_over_experts(
     """
     experts = [
         (name, module, {key: _fused_weight(f"{name}.{key}", *of) for key, *of in _weights(module)})
-        for name, module in host_experts(model)
+        for name, module in model.named_modules()
+        if _is_of_host(module, "FP8Experts")
+        and all(w.dtype == torch.float8_e4m3fn and not w.is_meta for _, w, _ in _weights(module))
     ]
     stocks: dict[str, nn.Module] = {}
     exact = anew = 0
@@ -233,7 +222,7 @@ def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residual
 
 def check_positive(name: str, scale: Tensor) -> None:
     """Raise a ValueError, with the name, if scales are not finite or not positive."""
-    if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
+    if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(
             f"'{name}' holds a scale that is not finite or not positive: the checkpoint is broken"
         )
@@ -276,23 +265,21 @@ def _stock_module(model: nn.Module, name: str, stocks: dict[str, nn.Module]) -> 
         stocks: stock models by the name of the transformers model that they match; new ones are
             added.
     """
-    parts = name.split(".")
-    ends = (i for i in range(len(parts)) if _is_host_model(model, ".".join(parts[:i])))
-    end = next(ends)
-    place = ".".join(parts[:end])
-    root: Any = model.get_submodule(place)
+    root: Any
+    place, root = next(  # an attribute of the class: a PEFT model forwards those of its model
+        (place, module)
+        for place, module in model.named_modules()
+        if name.startswith(f"{place}." if place else "")
+        and isinstance(getattr(type(module), "base_model_prefix", None), str)
+    )
     if place not in stocks:
         config = copy.deepcopy(root.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
             stocks[place] = type(root)(config)
-    inner = ".".join(part for part in parts[end:] if part != "base_layer")
+    parts = name.removeprefix(f"{place}.").split(".")
+    inner = ".".join(part for part in parts if part != "base_layer")
     module: Any = stocks[place].get_submodule(inner)
     module.config = model.get_submodule(name).config
     return module
-
-
-def _is_host_model(model: nn.Module, name: str) -> bool:
-    # An attribute of the class, because a PEFT model forwards attributes of the model inside.
-    return isinstance(getattr(type(model.get_submodule(name)), "base_model_prefix", None), str)

@@ -6,6 +6,7 @@ the model keeps, and freed before the next one is read.
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -122,14 +123,12 @@ def load_frozen(
     target = torch.device("cpu" if device is None else device)
     spec = frozen_recipe(config, target)[0].weight
 
-    def convert(model: nn.Module) -> None:
-        convert_to_float8(model, config, device=target)
-
     def place(name: str, layer: nn.Module, read: Read) -> Tensor:
         if not isinstance(layer, Float8Layer) or not name.endswith("weight"):
             return _plain(read)
         return frozen_parameter(freeze_tensor(read, spec, name, torch.bfloat16))
 
+    convert = partial(convert_to_float8, config=config, device=target)
     model = _load(cls, path, target, place, convert)
     for layer in model.modules():
         if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
@@ -148,7 +147,7 @@ def _load(
     path: str | Path,
     target: torch.device,
     place: Place,
-    convert: Callable[[nn.Module], None] | None = None,
+    convert: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Build a model, convert it without data, and fill it from a checkpoint."""
     files = QuantizedFiles(path)

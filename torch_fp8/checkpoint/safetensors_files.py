@@ -1,27 +1,20 @@
-"""Checkpoints in the safetensors format, read and written one tensor at a time.
+"""Checkpoints in the safetensors format, read one tensor at a time and written file by file.
 
-A file is eight bytes with the length of a JSON header (little-endian), the header, which has the
-dtype, shape and place of each key, and the bytes of all tensors
-(https://github.com/huggingface/safetensors). A checkpoint is one file, or several with an index,
-``<name>.index.json``, whose ``weight_map`` names the file of each key. The safetensors library
-reads them; a tensor is copied into its own memory, because a mapped file would keep pages of
-tensors that are no longer needed.
-
-Before a checkpoint is written, names, dtypes and shapes are planned on the meta device, because the
-header depends on them. Each tensor is then computed, written to its place and freed before the next
-one. Files are named and filled as by transformers' ``save_pretrained``. Within a file larger dtypes
-come first, so each tensor starts at a multiple of its element size.
+A checkpoint is one file, or several with an index, ``<name>.index.json``, whose ``weight_map``
+names the file of each key. The safetensors library reads and writes them. A tensor that is read is
+copied into its own memory, because a mapped file would keep pages of tensors that are no longer
+needed. Files are named and filled as by transformers' ``save_pretrained``.
 
 `QuantizedFiles`: a checkpoint whose FP8 weights are read together with their scales.
 """
 
-import ctypes
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,42 +23,14 @@ from torch_fp8.checkpoint.formats import read_format
 from torch_fp8.checkpoint.whole_folder import check_space
 from torch_fp8.tensor.frozen_payload import FP8Weight, scale_grid
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-class StoredTensor(NamedTuple):
-    """The place of one tensor in a file.
-
-    Attributes:
-        file: the path of the file.
-        dtype: the format's name of the dtype, for example ``"F8_E4M3"``.
-        shape: the shape.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-
 
 class SafetensorsFiles(Mapping[str, Tensor]):
     """The tensors of a checkpoint by key; each access reads the tensor from its file again.
 
     Args:
         path: a folder with ``*.safetensors`` files, as ``save_pretrained`` writes it, or one file.
+    Attributes:
+        stored: the tensors on the meta device, by key.
     Raises:
         ValueError: the file does not exist; a header or an index cannot be read (the error has its
             path); a shard in the index is missing.
@@ -73,17 +38,16 @@ class SafetensorsFiles(Mapping[str, Tensor]):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.stored: dict[str, StoredTensor] = {}
+        self.stored: dict[str, Tensor] = {}
+        self._places: dict[str, Path] = {}
         for file in _files(self.path):
-            self.stored.update(_header(file))
+            with _opened(file) as opened:
+                tensors = {key: opened.get_tensor(key).to("meta") for key in opened.keys()}  # noqa: SIM118
+            self.stored |= tensors
+            self._places |= dict.fromkeys(tensors, file)
 
     def __getitem__(self, key: str) -> Tensor:
-        stored = self.stored[key]
-        if stored.dtype not in DTYPES:
-            raise ValueError(
-                f"{key!r} in {stored.file} has dtype {stored.dtype}, which is not supported"
-            )
-        with _opened(stored.file) as file:
+        with _opened(self._places[key]) as file:
             return file.get_tensor(key).clone()  # the tensor in the file keeps it mapped
 
     def __iter__(self) -> Iterator[str]:
@@ -119,28 +83,24 @@ def _files(path: Path) -> list[Path]:
     return whole or files
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
-    with _opened(file) as opened:
-        parts = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        return {
-            key: StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
-            for key, part in parts.items()
-        }
-
-
-def _opened(file: Path) -> Any:
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     """Open a file with the safetensors library."""
+    safetensors = _library("safetensors", f"reading {file}")
     try:
-        safetensors = import_module("safetensors")
-    except ImportError as error:
-        raise ImportError(f"reading {file} needs safetensors: pip install safetensors") from error
-    try:
-        return safetensors.safe_open(file, framework="pt")
+        with safetensors.safe_open(file, framework="pt") as opened:
+            yield opened
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is not a safetensors file: {error}") from error
 
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+def _library(module: str, purpose: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs safetensors: pip install safetensors") from error
+
+
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -157,7 +117,7 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit
 
 
-def write_safetensors(folder: Path, groups: Sequence[Any], max_shard_size: int) -> None:
+def write_safetensors(folder: Path, groups: Sequence[Any], max_shard_size: int) -> dict[str, int]:
     """Write a checkpoint: ``model.safetensors``, or several files and their index.
 
     Args:
@@ -165,79 +125,55 @@ def write_safetensors(folder: Path, groups: Sequence[Any], max_shard_size: int) 
         groups: `torch_fp8.checkpoint.export_plan.FoldedTensor` objects, whose tensors are computed
             together and stored in one file, in the order in which they are computed.
         max_shard_size: the maximum bytes of tensors in one file; a larger group gets its own file.
+    Returns:
+        The bytes of each group's tensors, by the group's key.
     Raises:
         OSError: the disk is too small, or becomes full.
-        ValueError: a group's tensors differ from its plan.
+        ImportError: safetensors is missing.
     """
-    check_space(folder, sum(group.num_bytes for group in groups))
-    shards = list(_shards(groups, max_shard_size))
-    weight_map = {}
-    for i, shard in enumerate(shards):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        _write_file(folder / name, shard)
-        weight_map.update({key: name for group in shard for key in group.planned})
-    if len(shards) > 1:
-        total = sum(group.num_bytes for group in groups)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text)
+    library = _library("safetensors.torch", f"writing {folder}")
+    check_space(folder, sum(group.tensor.numel() for group in groups))  # a byte each, or more
+    sizes: dict[str, int] = {}
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
 
+    def save() -> None:
+        file = folder / f"{len(shards)}.safetensors"
+        library.save_file(shard, file, metadata={"format": "pt"})
+        shards.append([*shard])
+        shard.clear()
 
-def _shards(groups: Sequence[Any], most: int) -> Iterator[list[Any]]:
-    shard: list[Any] = []
     size = 0
     for group in groups:
-        if shard and size + group.num_bytes > most:
-            yield shard
-            shard, size = [], 0
-        shard.append(group)
-        size += group.num_bytes
-    yield shard
+        tensors = {name: _on_cpu(value) for name, value in group.tensors()}
+        sizes[group.key] = sum(tensor.nbytes for tensor in tensors.values())
+        if shard and size + sizes[group.key] > max_shard_size:
+            save()
+            size = 0
+        shard.update(tensors)
+        size += sizes[group.key]
+        del tensors
+    save()
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(names) == 1:
+        names = ["model.safetensors"]
+    else:
+        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text)
+    for i, name in enumerate(names):
+        (folder / f"{i}.safetensors").rename(folder / name)
+    return sizes
 
 
-def _write_file(path: Path, groups: Sequence[Any]) -> None:
-    planned = {name: tensor for group in groups for name, tensor in group.planned.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
-    for name, tensor in sorted(planned.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        places[name] = end
-        offsets = [end, end + tensor.nbytes]
-        end = offsets[1]
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        start = file.tell()
-        file.truncate(start + end)
-        for name, value in (pair for group in groups for pair in group.tensors()):
-            plan = planned[name]
-            if value.dtype != plan.dtype or value.shape != plan.shape:
-                raise ValueError(
-                    f"{name!r} should be {plan.dtype} {tuple(plan.shape)} but is "
-                    f"{value.dtype} {tuple(value.shape)}; nothing was written"
-                )
-            file.seek(start + places[name])
-            _write_bytes(file, value)
+def _on_cpu(value: Tensor) -> Tensor:
+    """Return a copy with its own memory, because the library refuses tensors that share theirs."""
+    copy = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
+    return copy.copy_(value.detach())
 
 
-def _write_bytes(file: object, value: Tensor) -> None:
-    value = value.detach().contiguous().cpu()
-    num_bytes = value.numel() * value.element_size()
-    if num_bytes:
-        memory = (ctypes.c_ubyte * num_bytes).from_address(value.data_ptr())
-        file.write(memory)  # type: ignore[attr-defined]
-
-
-_E4M3 = "F8_E4M3"
-_FLOATS = ("F32", "F16", "BF16", "F8_E8M0")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 class QuantizedFiles(SafetensorsFiles):
@@ -269,11 +205,11 @@ class QuantizedFiles(SafetensorsFiles):
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self.stored[key].shape
+        return tuple(self.stored[key].shape)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is used: BF16 for FP8 weights."""
-        return torch.bfloat16 if key in self.fp8 else DTYPES[self.stored[key].dtype]
+        return torch.bfloat16 if key in self.fp8 else self.stored[key].dtype
 
     def read(self, key: str) -> Tensor | FP8Weight:
         """Read a tensor, or an FP8 weight with its scales."""
@@ -288,24 +224,24 @@ class QuantizedFiles(SafetensorsFiles):
 
     def _checked(self) -> Iterator[tuple[str, tuple[str, tuple[int, int]]]]:
         """Check all scales before anything is loaded, and yield the entries of `fp8`."""
-        if self.format is None:
-            for key, tensor in self.stored.items():
-                if tensor.dtype in (_E4M3, "F8_E5M2"):
-                    raise ValueError(
-                        f"{key!r} in {str(self.path)!r} holds FP8 codes, but there is no "
-                        "config.json beside it with a quantization_config that describes their "
-                        "scales; copy the config.json that was exported with it. Nothing was loaded"
-                    )
-            return
+        codes = torch.float8_e4m3fn, torch.float8_e5m2
         for key, tensor in self.stored.items():
-            if tensor.dtype == "F8_E5M2":
+            if self.format is None and tensor.dtype in codes:
+                raise ValueError(
+                    f"{key!r} in {str(self.path)!r} holds FP8 codes, but there is no config.json "
+                    "beside it with a quantization_config that describes their scales; copy the "
+                    "config.json that was exported with it. Nothing was loaded"
+                )
+            if tensor.dtype == torch.float8_e5m2:
                 raise self._broken(f"{key!r} is E5M2; weights must be E4M3")
+        if self.format is None:
+            return
         for key, weight in self.stored.items():
             if key.endswith(f".weight{self.format.scale_suffix}"):
                 owner = self.stored.get(key.removesuffix(self.format.scale_suffix))
-                if owner is None or owner.dtype != _E4M3:
+                if owner is None or owner.dtype != torch.float8_e4m3fn:
                     raise self._broken(f"{key!r} has no E4M3 weight beside it")
-            if weight.dtype == _E4M3:
+            if weight.dtype == torch.float8_e4m3fn:
                 scale_key = f"{key}{self.format.scale_suffix}"
                 yield key, (scale_key, self._checked_block(key, scale_key))
 
@@ -314,16 +250,17 @@ class QuantizedFiles(SafetensorsFiles):
         if scale_key not in self.stored:
             raise self._broken(f"{scale_key!r}, the scales of {key!r}, is missing")
         shape, scale = self.shape(key), self.stored[scale_key]
+        grid = self.shape(scale_key)
         if len(shape) != 2:
             raise self._broken(f"{key!r} has shape {shape}; FP8 weights must be matrices")
-        block = self.format.block_of(shape, scale.shape)
+        block = self.format.block_of(shape, grid)
         if block is None:
             declared = " or ".join(f"{r or 'all'} x {c or 'all'}" for r, c in self.format.blocks)
             raise self._broken(
-                f"{scale_key!r} has shape {scale.shape}, which does not match a weight {shape} in "
+                f"{scale_key!r} has shape {grid}, which does not match a weight {shape} in "
                 f"blocks of {declared}"
             )
-        if scale.dtype not in (*_FLOATS, *(["U8"] if self.format.ue8m0 else [])):
+        if scale.dtype not in (*_FLOATS, *[torch.uint8] * self.format.ue8m0):
             raise self._broken(f"{scale_key!r} has dtype {scale.dtype}; scales must be floats")
         value = _float32(self[scale_key])
         if not bool(value.isfinite().all()):

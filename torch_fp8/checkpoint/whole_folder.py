@@ -50,11 +50,16 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     """
     path = refuse_existing(path)
     with _temporary(path.parent, f".{path.name}.") as partial:
-        with _naming_full_disks(path):
+        try:
             yield partial
             for file in partial.iterdir():
                 _sync(file)
             _sync(partial)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            why = error.strerror or os.strerror(error.errno)
+            raise OSError(error.errno, f"{why}; nothing was written", str(path)) from error
         os.rename(partial, path)
     _sync(path.parent)
 
@@ -120,17 +125,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
     if free < num_bytes:
         what = f"{os.strerror(errno.ENOSPC)}: {num_bytes} bytes are needed and {free} are free"
         raise OSError(errno.ENOSPC, what)
-
-
-@contextlib.contextmanager
-def _naming_full_disks(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        why = error.strerror or os.strerror(error.errno)
-        raise OSError(error.errno, f"{why}; nothing was written", str(path)) from error
 
 
 def _sync(path: Path) -> None:

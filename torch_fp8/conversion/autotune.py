@@ -17,8 +17,10 @@ measured, `torch_fp8.ops.hardware.UNMEASURED` runs.
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,11 +70,6 @@ class RecipeChoice:
     left: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
     alone: bool = False
-
-    @property
-    def label(self) -> str:
-        """Label of this choice's line in the summary."""
-        return "measured" if self.not_measured is None else "auto"
 
     def __str__(self) -> str:
         if self.not_measured is not None:
@@ -126,13 +123,8 @@ def choose_recipe(
     kept = kept_weights(config) if split else None
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
     question = repr((card_name(device), options, distinct))
-
-    def time(of_input: Readers) -> LayerTimes:
-        return layer_times(device, of_input, config.tokens, recipes, kept)
-
-    answer = json.loads(
-        answer_of_one(question, lambda: _timed(device, distinct, time, config.tokens))
-    )
+    timed = partial(_timed, device, distinct, config.tokens, recipes, kept)
+    answer = json.loads(answer_of_one(question, timed))
     if "failure" in answer:
         return RecipeChoice(UNMEASURED, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
@@ -213,17 +205,12 @@ def _shapes_of(names: Sequence[str], shapes: Mapping[str, LayerShape]) -> Reader
     return tuple(shapes[name] for name in names)
 
 
-def _timed(
-    device: torch.device,
-    distinct: Sequence[Readers],
-    time: Callable[[Readers], LayerTimes],
-    tokens: int,
-) -> str:
+def _timed(device: torch.device, distinct: Sequence[Readers], tokens: int, *options: Any) -> str:
     """Return all times as JSON, or the reason why they cannot be measured; warn then."""
     times = []
     try:
         for shapes in distinct:
-            times.append(time(shapes))
+            times.append(layer_times(device, shapes, tokens, *options))
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0][:200]
         layer = " + ".join(map(str, shapes))

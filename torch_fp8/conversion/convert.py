@@ -7,7 +7,7 @@ them (an optimizer, a tied module, FSDP's maps, a state dict) has to change.
 import copy
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,17 +17,15 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
-from torch_fp8.conversion.expert_layers import were_eager
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
 from torch_fp8.conversion.fused_layers import (
-    NO_PRODUCERS,
     Producers,
     convert_producers,
     find_readers,
     revert_producers,
 )
-from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
+from torch_fp8.conversion.layer_options import layer_options, unused_overrides
 from torch_fp8.conversion.output_layers import (
     convert_output_layers,
     find_output_layers,
@@ -46,7 +44,6 @@ from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import QUANTIZED, is_ligers, is_linear, matches
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import watch_first_steps
 from torch_fp8.nn.transformer_engine import (
     NOT_SHARDED,
@@ -105,31 +102,31 @@ def convert_to_float8(
     in_fp8 = {product.name: product.module for product in products if product.reason is None}
     own = layer_options(in_fp8, config)
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
-    layers = _swap(model, products, own, choice, config, recipe, target)
+    converted, experts, skipped = _swap(model, products, own, choice, config, recipe, target)
     heads = convert_output_layers(model, config, frozen_output_layers(model, config))
-    frozen, fused = _finish(model, config, target, bool(layers.converted))
+    frozen, fused = _finish(model, config, target, bool(converted))
     defer_logits(model)  # replaces forwards, which conversion otherwise takes for the user's
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
-        converted=tuple(layers.converted),
-        skipped=tuple(layers.skipped),
+        converted=tuple(converted),
+        skipped=tuple(skipped),
         recipe=recipe,
         config=config,
         device=target,
         emulated=is_emulated or target.type != "cuda",
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
         flops=matmul_flops(model),
-        producers=fused.converted,
+        producers=fused.producers,
+        unfused=fused.unfused,
         groups=fused.groups,
         choice=choice,
         frozen=frozen,
         num_liger=sum(map(is_ligers, model.modules())),
-        overridden=layers.overridden,
+        overridden={name: converted[name] for name in converted if name in own},
         unused_overrides=unused_overrides(model, config),
-        unfused=fused.unfused,
-        smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
-        experts=tuple(layers.experts),
-        were_eager=were_eager(model.modules()),
+        smooth=tuple(name for name in converted if converted[name].smooth),
+        experts=tuple(experts),
+        were_eager=any(getattr(module, "fp8_was_eager", False) for module in model.modules()),
         loss_heads=heads,
     )
 
@@ -156,15 +153,6 @@ def _choose(
     return choice, recipe
 
 
-class _Layers(NamedTuple):
-    """Names of the layers that `_swap` converted or skipped; fields as in `ConversionReport`."""
-
-    converted: list[str]
-    experts: list[str]
-    skipped: list[SkippedModule]
-    overridden: dict[str, Recipe]
-
-
 def _swap(
     model: nn.Module,
     products: list[Product],
@@ -173,47 +161,53 @@ def _swap(
     config: FP8Config,
     recipe: Recipe,
     target: torch.device,
-) -> _Layers:
+) -> tuple[dict[str, Recipe], list[str], list[SkippedModule]]:
     """Swap the class of each layer that runs in FP8; swap it back if it no longer should.
 
     Args:
         own: configurations of the layers that have an override.
         choice: result of ``auto``, with the layers that are slower in FP8, or None for a named
             recipe.
+    Returns:
+        The recipe of each converted linear layer; expert weights that were converted, both by
+        qualified name; and the others with the reason.
     """
     slower = {} if choice is None else choice.left
     downs = down_projections(model, (config, *own.values()))
     native = reason_not_grouped(target, False) is None
-    layers = _Layers([], [], [], {})
+    converted: dict[str, Recipe] = {}
+    experts: list[str] = []
+    skipped: list[SkippedModule] = []
     for name, module, reason in products:
         reason = slower.get(name) if reason is None else reason
         if reason is not None:
             if isinstance(module, FrozenStorage):  # a second conversion that skips more
                 to_stock(module)
-            layers.skipped.append(SkippedModule(name, reason))
+            skipped.append(SkippedModule(name, reason))
             continue
         options = own.get(name, config)
         if not is_linear(module):
             holder = name.rpartition(".")[0]
             experts_to_float8(module, holder, options, options.emulate and not native)
-            layers.experts.append(name)
+            experts.append(name)
             continue
-        theirs = own_recipe(options, recipe.name, target) if name in own else recipe
+        theirs = recipe
+        if name in own:
+            theirs = recipe_of(options, recipe.name if options.recipe == "auto" else options.recipe)
+            check_device(target, theirs.name, options.emulate)
         theirs = replace(theirs, smooth=options.smooth_swiglu and module in downs)
         emulate = config.emulate and not runs_natively(target, theirs.name)
         to_float8(module, name, options, theirs, emulate)
-        layers.converted.append(name)
-        if name in own:
-            layers.overridden[name] = theirs
+        converted[name] = theirs
     quantized = any((product.reason or "").startswith(QUANTIZED) for product in products)
-    if not (layers.converted or layers.experts or quantized):
+    if not (converted or experts or quantized):
         warnings.warn(
             f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
-            f"stay in high precision ({first_reasons(layers.skipped)}). To run them in FP8 anyway, "
+            f"stay in high precision ({first_reasons(skipped)}). To run them in FP8 anyway, "
             "name a recipe; to measure with your micro-batch size, set FP8Config(tokens=...)",
             stacklevel=3,
         )
-    return layers
+    return converted, experts, skipped
 
 
 def _finish(
@@ -224,7 +218,7 @@ def _finish(
     if not fuses:
         revert_producers(model)
     frozen = freeze_as_configured(model, config, target)
-    fused = convert_producers(model, config) if fuses else NO_PRODUCERS
+    fused = convert_producers(model, config) if fuses else Producers()
     place_regions(model)
     take_adapters(model)
     keep_scaling_local(model)
@@ -253,12 +247,10 @@ def conversion_report(
         ValueError, TypeError, ImportError, RuntimeError: see `convert_to_float8`.
     """
     check_arguments(conversion_report, locals())
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(model, memo)
     config = unscheduled(config_or_default(config))
     return convert_to_float8(twin, config, device=_device_of(model) if device is None else device)
@@ -282,10 +274,6 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
 
 def _is_te(config: FP8Config) -> bool:
     return config.backend == "transformer-engine"
-
-
-def _is_smooth(module: nn.Module) -> bool:
-    return isinstance(module, Float8Layer) and module.fp8.recipe.smooth
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -19,7 +19,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.class_swap import own_child, user_class
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
-from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.rms_norm import RMSNormSpec
-from torch_fp8.nn.trial_reads import Recorder, TrialReads, computes_alike
+from torch_fp8.nn.trial_reads import Found, Recorder, computes_alike
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _TRIED = (
@@ -47,18 +46,11 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**
 """The module may round to the narrower dtype twice; we round once."""
 
 
-class FoundNorm(NamedTuple):
-    """An RMSNorm: its formula, and what its forward read in the trials that show it."""
-
-    spec: RMSNormSpec
-    reads: TrialReads
-
-
-_norms: dict[Hashable, list[FoundNorm]] = {}
+_norms: dict[Hashable, list[Found]] = {}
 """Norms found so far, by class and size; equal norms are tried only once."""
 
 
-def find_rms_norm(module: nn.Module) -> FoundNorm | None:
+def find_rms_norm(module: nn.Module) -> Found | None:
     """Return the formula of an RMSNorm, or None if the module is not one."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
@@ -87,13 +79,12 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
         _, *arguments = inspect.signature(cls.forward).parameters.values()
     except ValueError:  # written in C
         return False
-    named = [a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
-    return len(named) == 1
+    return len([a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]) == 1
 
 
 @_disable_current_modes()  # real tensors, even if the model has fake ones
 @torch.inference_mode(False)  # also enables gradients
-def _tried_norm(module: nn.Module, eps: float, size: int) -> FoundNorm | None:
+def _tried_norm(module: nn.Module, eps: float, size: int) -> Found | None:
     """Return the spec whose results equal the module's own forward on the CPU.
 
     They are equal in all dtypes, training or not, for values of all magnitudes, and have the same
@@ -105,8 +96,7 @@ def _tried_norm(module: nn.Module, eps: float, size: int) -> FoundNorm | None:
         return None
     for spec in (RMSNormSpec(eps, o, p) for o in (0.0, 1.0) for p in (True, False)):
         if all(_agrees(recorder, spec, size, *dtypes) for dtypes in _TRIED):
-            reads = recorder.reads()
-            return None if reads is None else FoundNorm(spec, reads)
+            return recorder.found(spec)
     return None
 
 
@@ -168,8 +158,7 @@ def _same_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...]) -> bo
     for ours, theirs in zip(*pairs, strict=True):
         if ours is None or theirs is None:
             return False
-        limit = 1e-4 * theirs.abs().amax(-1, keepdim=True)
-        if not bool(((ours - theirs).abs() <= limit).all()):
+        if not bool(((ours - theirs).abs() <= 1e-4 * theirs.abs().amax(-1, keepdim=True)).all()):
             return False
     return True
 
@@ -178,18 +167,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """What down reads, as a function of gate and up, (N,) each."""
 
 
-class FoundMLP(NamedTuple):
-    """A gated MLP: the names of its layers, and what its forward read in the trial."""
-
-    spec: GatedMLPSpec
-    reads: TrialReads
-
-
-def find_gated_mlp(module: nn.Module) -> FoundMLP | None:
+def find_gated_mlp(module: nn.Module) -> Found | None:
     """Return what a gated MLP consists of, or None if the module computes anything else."""
     spec, recorder = _tried(module, lambda product: _is(product, lambda g, u: F.silu(g) * u))
-    reads = None if recorder is None else recorder.reads()
-    return None if spec is None or reads is None else FoundMLP(spec, reads)
+    return None if recorder is None else recorder.found(spec)
 
 
 def find_gated_layers(module: nn.Module) -> GatedMLPSpec | None:
@@ -211,11 +192,12 @@ def _tried(
         try:
             inner = {n: Recorder(children[n], {"training": True}) for n in others}
             recorder = Recorder(module, {"training": True, **inner})
+            size = layers[spec.down].in_features
             with _disable_current_modes():
                 for training in (True, False):
                     for each in (recorder, *inner.values()):
                         each.give("training", training)
-                    if not is_formula(_Trial(recorder, spec, layers[spec.down].in_features)):
+                    if not is_formula(partial(_down_input, recorder, spec, size)):
                         break
                 else:
                     return spec, recorder
@@ -240,34 +222,35 @@ def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:
             yield from (GatedMLPSpec(inputs, down, first) for first in (True, False))
 
 
-class _Trial:
-    """The `Product` of a twin's forward; any other use of its layers raises NotImplementedError."""
+def _down_input(
+    recorder: Recorder, spec: GatedMLPSpec, size: int, gate: Tensor, up: Tensor
+) -> Tensor:
+    """Return what down reads in a twin's forward, for these outputs of gate and up.
 
-    def __init__(self, recorder: Recorder, spec: GatedMLPSpec, size: int) -> None:
-        self._recorder, self._spec, self._size = recorder, spec, size
+    Raises:
+        NotImplementedError: the forward does anything else with its layers.
+    """
+    x, result = object(), object()
+    # (N,) -> (1, rows, size), the last row filled with zeros
+    parts = [F.pad(v, (0, -len(v) % size)).view(1, -1, size) for v in (gate, up)]
+    parts = parts if spec.gate_first else parts[::-1]
+    outputs = parts if len(spec.inputs) == 2 else [torch.cat(parts, -1)]
+    calls: list[tuple[str, Any]] = []
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        x, result, spec = object(), object(), self._spec
-        # (N,) -> (1, rows, size), the last row filled with zeros
-        parts = [F.pad(v, (0, -len(v) % self._size)).view(1, -1, self._size) for v in (gate, up)]
-        parts = parts if spec.gate_first else parts[::-1]
-        outputs = parts if len(spec.inputs) == 2 else [torch.cat(parts, -1)]
-        calls: list[tuple[str, Any]] = []
+    def layer(name: str, output: Any, argument: Any) -> Any:
+        calls.append((name, argument))
+        return output
 
-        def layer(name: str, output: Any, argument: Any) -> Any:
-            calls.append((name, argument))
-            return output
-
-        for name, output in zip((*spec.inputs, spec.down), (*outputs, result), strict=True):
-            self._recorder.give(name, partial(layer, name, output))
-        with _ShapesAlone():
-            returned = self._recorder.twin.forward(x)
-        *on_input, (last, product) = calls
-        is_input = [value is x for _, value in on_input]
-        once = sorted(name for name, _ in on_input) == sorted(spec.inputs)
-        if returned is not result or last != spec.down or not (once and all(is_input)):
-            raise NotImplementedError
-        return product.flatten()[: len(gate)]
+    for name, output in zip((*spec.inputs, spec.down), (*outputs, result), strict=True):
+        recorder.give(name, partial(layer, name, output))
+    with _ShapesAlone():
+        returned = recorder.twin.forward(x)
+    *on_input, (last, product) = calls
+    is_input = [value is x for _, value in on_input]
+    once = sorted(name for name, _ in on_input) == sorted(spec.inputs)
+    if returned is not result or last != spec.down or not (once and all(is_input)):
+        raise NotImplementedError
+    return product.flatten()[: len(gate)]
 
 
 class _ShapesAlone(TorchFunctionMode):
@@ -299,8 +282,8 @@ def _layer_in(child: nn.Module) -> nn.Linear | None:
     return max(layers, key=lambda m: m.in_features * m.out_features, default=None)
 
 
-def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:
-    """Return the down projections of the gated MLPs of a model, with the names of the MLPs.
+def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> set[nn.Module]:
+    """Return the down projections of the gated MLPs of a model.
 
     If an adapter wraps such a layer, this is the base layer, PEFT's ``base_layer``.
 
@@ -308,15 +291,10 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
         model: any model.
         configs: configurations of the layers; the result is empty unless one has Smooth-SwiGLU.
     """
-    names: dict[nn.Module, str] = {}
     if not any(config.smooth_swiglu for config in configs):
-        return names
-    for name, module, spec in gated_mlps(model):
-        layer = getattr(module, spec.down)
-        layer = own_child(layer, "base_layer") or layer
-        if layer is not None and is_linear(layer):
-            names[layer] = name
-    return names
+        return set()
+    layers = (getattr(module, spec.down) for _, module, spec in gated_mlps(model))
+    return {own_child(layer, "base_layer") or layer for layer in layers}
 
 
 def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]]:

@@ -1,6 +1,5 @@
 """Selection of the modules of fused experts that run in FP8, their conversion and its reverse."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ UNKNOWN = "fused expert weights in an unsupported layout"
 STACKED = "3-D parameter, neither of a linear layer nor of experts"
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 _BATCHED = "Llama4TextExperts"
-_LEFT = "experts_implementation={!r} computes them"
-ROUTER = "router of experts"
 
 
 def expert_reason(
@@ -74,8 +71,7 @@ def _implementation_reason(module: Any) -> str | None:
     """Return why the experts function of the model cannot be replaced by ours, or None if it
     can."""
     if is_batched(module):
-        replaced = "forward" in vars(module)
-        return "its forward was replaced on the instance" if replaced else None
+        return "its forward was replaced on the instance" if "forward" in vars(module) else None
     implementation = module.config._experts_implementation
     if str(implementation).startswith("deepgemm"):
         raise ValueError(
@@ -84,7 +80,7 @@ def _implementation_reason(module: Any) -> str | None:
         )
     if implementation in (experts_dispatch.ENTRY, "eager", None):
         return None
-    return _LEFT.format(implementation)
+    return f"experts_implementation={implementation!r} computes them"
 
 
 def routers(model: nn.Module) -> dict[nn.Module, str]:
@@ -106,7 +102,7 @@ def routers(model: nn.Module) -> dict[nn.Module, str]:
             )
             for layer in beside:
                 if isinstance(layer, nn.Linear) and layer.out_features == count:
-                    reasons[layer] = ROUTER
+                    reasons[layer] = "router of experts"
     return reasons
 
 
@@ -122,28 +118,21 @@ def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) ->
     """Make a module compute its experts in FP8; arguments as in `Float8Experts.configure`."""
     if not isinstance(module, Float8Experts):
         add_mixin(module, Float8BatchedExperts if is_batched(module) else Float8Experts)
-    experts: Any = module
-    experts.configure(name, config, emulate)
+    module.configure(name, config, emulate)
     if option_that_keeps(config) is not None:
-        experts.thaw_weights()
-    if not is_batched(module) and experts.config._experts_implementation == "eager":
-        experts.fp8_was_eager = True
-        experts.config._experts_implementation = experts_dispatch.ENTRY
+        module.thaw_weights()
+    if not is_batched(module) and module.config._experts_implementation == "eager":
+        module.fp8_was_eager = True
+        module.config._experts_implementation = experts_dispatch.ENTRY
 
 
 def to_stock(module: Float8Experts) -> None:
     """Give a module its original class and weights back."""
-    experts: Any = module
-    experts.thaw_weights()
+    module.thaw_weights()
     if vars(module).get("fp8_was_eager"):
-        experts.config._experts_implementation = "eager"
+        module.config._experts_implementation = "eager"
     experts_dispatch.remove(module)
     for name in OWN:
         module.__dict__.pop(name, None)
     batched = isinstance(module, Float8BatchedExperts)
     remove_mixin(module, Float8BatchedExperts if batched else Float8Experts)
-
-
-def were_eager(modules: Iterable[nn.Module]) -> bool:
-    """Return whether any of these modules ran transformers' eager loop before the conversion."""
-    return any(vars(module).get("fp8_was_eager", False) for module in modules)

@@ -66,9 +66,8 @@ def freeze(
     refuse_kept(config)
     target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
     proven = proven_frozen(model)
-    adapted = any(proven(layer) for layer in layers)
+    meant = proven if any(map(proven, layers)) else lambda module: True
     guard(model)
-    meant = proven if adapted else lambda module: True
     return freeze_weights(model, config, target, meant)
 
 
@@ -101,7 +100,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 def _config_of(layers: Sequence[RunsFP8]) -> FP8Config:
     """Return the configuration of a model, some of whose layers may have overrides."""
-    configs = [layer.fp8_config for layer in layers]
+    configs = [layer.fp8.config for layer in layers]
     return next((config for config in configs if config.overrides), configs[0])
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,6 @@ class FreezeReport:
         return FreezeReport(recipe=self.recipe or other.recipe, **sums)
 
 
-MERGED = "an adapter is merged into its weight; unmerge it before the weight is frozen"
 BY_TENSOR = "its weight is sharded by tensor parallelism"
 NOT_BY_FSDP = "ranks hold different experts, and FSDP2 does not gather them"
 
@@ -146,50 +146,42 @@ def freeze_weights(
         reconnects: whether to reconnect norms and MLPs.
     """
     recipe, emulate = frozen_recipe(config, device)
-    refusals, notice, waits = _refusals(model), ThawNotice(), False
-    layers = experts = NOTHING
-    for name, module in model.named_modules():
-        if not isinstance(module, FrozenStorage):
-            continue
+    run = recipe, emulate, ThawNotice()
+    refusals, waits, report = _refusals(model), False, NOTHING
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FrozenStorage)]
+    for name, module in sorted(modules, key=lambda pair: isinstance(pair[1], Float8Experts)):
         held = module.frozen_weights
         taken_over = bool(held) and module.fp8.frozen is None
         if not (taken_over or meant(module)):
             continue
         reason = None if held else refusals(module)
         if reason is not None:
-            refused = tuple((full, reason) for full in _names(name, module))
-            report = replace(NOTHING, kept=refused)
-        else:
-            is_sharded = any(isinstance(w, DTensor) for w in module.fp8_weights)
-            waits = waits or (is_sharded and not held)
-            payload = held["weight"].payload if taken_over else None
-            report = _freeze(name, module, recipe, emulate, notice, payload)
-        if isinstance(module, Float8Experts):
-            experts += report
-        else:
-            layers += report
+            report += replace(NOTHING, kept=tuple((full, reason) for full in _names(name, module)))
+            continue
+        waits |= not held and any(isinstance(w, DTensor) for w in module.fp8_weights)
+        report += _freeze(name, module, held["weight"].payload if taken_over else None, *run)
     if waits:
         connect_fsdp(model, config)
-    if layers.frozen or experts.frozen:
+    if report.frozen:
         _warn_of_merges()
         if reconnects:
             convert_producers(model, config)
-    return layers + experts
+    return report
 
 
 def _freeze(
-    name: str,
-    module: FrozenStorage,
-    recipe: Recipe,
-    emulate: bool,
-    notice: ThawNotice,
-    payload: FrozenPayload | None,
+    name: str, module: FrozenStorage, payload: FrozenPayload | None, recipe: Recipe, *run: Any
 ) -> FreezeReport:
     """Store the weights of one module as FP8 only; experts run their own recipe.
 
-    An output layer gets a single scale, with which its loss multiplies. `payload` is the bytes that
-    a layer took over while it ran another recipe.
+    An output layer gets a single scale, with which its loss multiplies.
+
+    Args:
+        name, module: qualified name and module.
+        payload: bytes that a layer took over while it ran another recipe, or None.
+        recipe, run: recipe, `emulate` and `notice` of `FrozenStorage.freeze_weights`.
     """
+    emulate, notice = run
     if isinstance(module, Float8Experts):
         recipe, emulate = module.fp8.recipe, module.fp8.emulate
     elif isinstance(module, OutputLayer) and payload is None:
@@ -244,7 +236,7 @@ def _refusals(model: nn.Module) -> Callable[[FrozenStorage], str | None]:
 
     def reason(module: FrozenStorage) -> str | None:
         if module in merged:
-            return MERGED
+            return "an adapter is merged into its weight; unmerge it before the weight is frozen"
         unknown = NOT_BY_FSDP if isinstance(module, Float8Experts) else BY_TENSOR
         parts = [w for w in module.fp8_weights if isinstance(w, DTensor)]
         reasons = [sharded.get(id(weight), unknown) for weight in parts]

@@ -27,17 +27,18 @@ class Producers(NamedTuple):
     """The result of `convert_producers`, as qualified names.
 
     Attributes:
-        converted: modules that return FP8.
+        producers: modules that return FP8.
         unfused: modules that return plain tensors because the next layers cast differently.
         groups: layers of each group that shares the products of backward.
     """
 
-    converted: tuple[str, ...]
-    unfused: tuple[str, ...]
+    producers: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
 
 
-NO_PRODUCERS = Producers((), ())
+_NORM = Float8RMSNorm, NormFP8, find_rms_norm
+_MLP = Float8GatedMLP, MLPFP8, find_gated_mlp
 
 _OUTPUT = re.compile(r"(o|wo|out|output|dense|proj|c_proj|to_out)(_proj|_lin)?|\d+")
 """Names of the layers that read the result of a block, not its input, although their sizes fit.
@@ -70,23 +71,21 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         if _is_skipped(name, config):
             _revert(module)
             continue
-        parent = modules.get(name.rpartition(".")[0])
-        groups = _layers_beside(module, parent)
+        groups = _layers_beside(module, modules.get(name.rpartition(".")[0]))
         alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
-        several = alike and any(len(group) > 1 for group in groups)
-        if several and share_output(module, name):
+        if alike and any(len(group) > 1 for group in groups) and share_output(module, name):
             norms[name] = groups
             continue
         if not alike and isinstance(module, SharedOutput):
             _revert(module)
-        quantizer = _reading_quantizer(groups) if alike else None
-        if convert_rms_norm(module, name, config, quantizer):
+        if _fuse(module, _NORM, name, config, _reading_quantizer(groups) if alike else None):
             norms[name] = groups if alike else []
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):
-            of_mlp = (m for child in module.children() for m in _layers_in(child))
-            if not config.overrides or _cast_alike(of_mlp):
-                if convert_gated_mlp(module, name, config):
+            # PEFT wraps a layer as its base_layer.
+            bases = [m for c in module.children() for m in (c, own_child(c, "base_layer"))]
+            if not config.overrides or _cast_alike(m for m in bases if isinstance(m, Float8Layer)):
+                if _fuse(module, _MLP, name, config):
                     converted.append(name)
             elif isinstance(module, Float8GatedMLP) or find_gated_mlp(module) is not None:
                 _revert(module)
@@ -133,7 +132,7 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
 
 
 def _group(
-    modules: dict[str, nn.Module], norms: dict[str, list[list[Float8Layer]]]
+    modules: dict[str, Any], norms: dict[str, list[list[Float8Layer]]]
 ) -> tuple[tuple[str, ...], ...]:
     """Group the layers that read one input, and return the names of each group's layers.
 
@@ -155,35 +154,21 @@ def _group(
     for name, beside in norms.items():
         groups = []
         for layers in beside:
-            readers = [layer for layer in layers if id(layer) not in of_mlps and _reads(layer)]
+            # Layers that seem to read the norm's output, and can be grouped.
+            inputs = (m for m in layers if id(m) not in of_mlps and not _is_output(m.fp8.name))
+            readers = [layer for layer in inputs if _can_share(layer)]
             if len(readers) > 1:
                 key = tuple(map(id, readers))
                 groups.append(known.get(key) or InputGroup(readers))
                 known[key] = groups[-1]
-        norm: Any = modules[name]
-        if isinstance(norm, SharedOutput):
-            norm.fp8 = norm.fp8._replace(groups=tuple(groups))
-        else:
-            norm.fp8.groups = tuple(groups)
+        modules[name].fp8.groups = tuple(groups)
     return tuple(tuple(m.fp8.name for m in group.layers) for group in known.values())
-
-
-def _reads(layer: Float8Layer) -> bool:
-    """Return whether a layer behind a norm seems to read the norm's output, and can be grouped."""
-    return _can_share(layer) and not _is_output(layer.fp8.name)
 
 
 def _can_share(layer: nn.Module) -> bool:
     if not isinstance(layer, Float8Layer) or layer.fp8_transposed or layer.fp8.frozen is not None:
         return False
     return can_group(layer.fp8.recipe, layer.out_features)
-
-
-def _layers_in(child: nn.Module) -> list[Float8Layer]:
-    if isinstance(child, Float8Layer):
-        return [child]
-    base = own_child(child, "base_layer")  # PEFT's name
-    return [base] if isinstance(base, Float8Layer) else []
 
 
 def find_readers(
@@ -242,54 +227,28 @@ def _revert(module: nn.Module) -> None:
             remove_mixin(module, mixin)
 
 
-def convert_rms_norm(
-    module: Any, name: str, config: FP8Config, quantizer: Quantizer | None
-) -> bool:
-    """Convert an RMSNorm to a `Float8RMSNorm` in place; return False if the module is not one.
+def _fuse(module: Any, kind: Any, name: str, config: FP8Config, *options: Any) -> bool:
+    """Convert a module to a producer in place; return False if it computes something else.
+
+    A producer with other attributes than those with which it was converted is tried again.
 
     Args:
         module: any module.
-        name: qualified name of the module.
-        config: options of the norm.
-        quantizer: quantizer of the FP8 layers that read its output, or None if there are none.
+        kind: `_NORM` or `_MLP`.
+        name, config, options: qualified name of the module, its configuration, and what else its
+            state consists of.
     """
-    if _holds(module, Float8RMSNorm):
-        module.fp8 = NormFP8(name, config, module.fp8.spec, module.fp8.reads, quantizer)
-        return True
-    norm = find_rms_norm(module)
-    if norm is None:
-        return False
-    add_mixin(module, Float8RMSNorm)
-    module.fp8 = NormFP8(name, config, norm.spec, norm.reads, quantizer)
-    return True
-
-
-def _holds(module: Any, mixin: type[nn.Module]) -> bool:
-    """Return whether a module has this mixin, and the attributes with which it was converted.
-
-    A module with others becomes a stock one again.
-    """
-    if not isinstance(module, mixin):
-        return False
-    if module.fp8.reads.change(module) is None:
-        return True
-    _revert(module)
-    return False
-
-
-def convert_gated_mlp(module: Any, name: str, config: FP8Config) -> bool:
-    """Convert a gated MLP to a `Float8GatedMLP` in place; return False if the module is not one.
-
-    The caller has checked that one of its layers runs in FP8.
-    """
-    if _holds(module, Float8GatedMLP):
-        module.fp8 = module.fp8._replace(name=name, config=config)
-        return True
-    mlp = find_gated_mlp(module)
-    if mlp is None:
-        return False
-    add_mixin(module, Float8GatedMLP)
-    module.fp8 = MLPFP8(name, config, mlp.spec, mlp.reads)
+    mixin, state, find = kind
+    formula = module.fp8 if isinstance(module, mixin) else None
+    if formula is not None and formula.reads.change(module) is not None:
+        _revert(module)
+        formula = None
+    if formula is None:
+        formula = find(module)
+        if formula is None:
+            return False
+        add_mixin(module, mixin)
+    module.fp8 = state(name, config, formula.spec, formula.reads, *options)
     return True
 
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch_fp8.nn.input_group import InputGroup, can_group
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.payload_cast import PayloadCast
+from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.split_weight import split_parameter
 
 WARMUP, REPETITIONS = 1, 5
@@ -150,13 +150,8 @@ def seconds(device: torch.device, run: Callable[[], None]) -> float:
 
 def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[list[float]]:
     """Measure the seconds of `passes` in turns, so that changing clocks affect all of them."""
-    taken: list[list[float]] = [[] for _ in passes]
-    for repetition in range(-WARMUP, REPETITIONS):
-        for run, times in zip(passes, taken, strict=True):
-            duration = seconds(device, run)
-            if repetition >= 0:
-                times.append(duration)
-    return taken
+    taken = [[seconds(device, run) for run in passes] for _ in range(WARMUP + REPETITIONS)]
+    return [list(times) for times in zip(*taken[WARMUP:], strict=True)]
 
 
 def _passes(
@@ -193,9 +188,7 @@ def _layer(
     layer = nn.Linear(num_in, num_out, bias=bias is not None, device="meta")
     layer.weight, layer.bias = weight, bias
     if recipe is not None:
-        cls: Any = Float8Linear
-        layer.__class__ = cls
-        assert isinstance(layer, Float8Linear)
+        layer.__class__ = Float8Linear
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
         if kept is not None:
             split = split_parameter(nn.Parameter(weight.detach().float()))

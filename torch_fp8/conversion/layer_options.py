@@ -5,17 +5,13 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import matches
-from torch_fp8.ops.hardware import check_device
 from torch_fp8.quantization.overrides import is_high_precision
-from torch_fp8.quantization.recipe import Recipe
 
 _NEAREST = 3
 
@@ -43,21 +39,6 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
                 raise ValueError(f"FP8Config.overrides, together, for '{name}': {error}") from error
         options_of[name] = configs[repr(options)]
     return options_of
-
-
-def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe:
-    """Return the recipe of a layer with an override.
-
-    Args:
-        config: configuration of the layer.
-        resolved: name of the recipe that ``auto`` chose.
-        device: device on which the layer will run.
-    Raises:
-        ValueError: `device` cannot run the recipe.
-    """
-    recipe = recipe_of(config, resolved if config.recipe == "auto" else config.recipe)
-    check_device(device, recipe.name, config.emulate)
-    return recipe
 
 
 def high_precision_pattern(name: str, config: FP8Config) -> str | None:

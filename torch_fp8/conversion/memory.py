@@ -28,7 +28,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.quantized_state import QuantizedState
+from torch_fp8.tensor.quantized_state import Coded, QuantizedState
 from torch_fp8.tensor.split_weight import SplitWeight, halves_of, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -105,10 +105,13 @@ def memory_report(
     counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
     optimizers = _optimizers(optimizer)
-    states = _by_category(optimizers, counted)
-    shards = map(local, counted)
-    scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
-    scales += [s for _, ss in gradients for s in ss]
+    wanted = set(counted)
+    states = [s for o in optimizers for p, s in o.state.items() if p in wanted]
+    moments = [v for s in states for v in s.values() if isinstance(v, Tensor) and v.ndim > 0]
+    encoded = [shard for shard in map(local, moments) if isinstance(shard, QuantizedState)]
+    frozen = [shard for shard in map(local, counted) if isinstance(shard, Float8FrozenWeight)]
+    scales = [s for _, ss in gradients for s in ss] + [x.scale for x in (*encoded, *frozen)]
+    residuals = [residual for p in counted if (residual := residual_of(p)) is not None]
     derived = [tensor for p in counted if (h := halves_of(p)) for tensor in h.kept]
     caches: list[PayloadCache] = []
     if parameters is None:
@@ -120,9 +123,9 @@ def memory_report(
         num_params=sum(local(p).numel() for p in {id(p): p for p in counted}.values()),
         weights=_num_bytes(counted),
         gradients=_num_bytes([codes for codes, _ in gradients]),
-        moments=_num_bytes(states["moments"]),
-        master=_num_bytes(states["master"]),
-        scales=_num_bytes([*states["scales"], *scales]),
+        moments=_num_bytes([getattr(local(v), "qdata", v) for v in moments]),
+        master=_num_bytes(residuals),
+        scales=_num_bytes(scales),
         caches=_num_bytes([*derived, *(t for cache in caches for t in cache.tensors)]),
     )
 
@@ -147,8 +150,7 @@ def expected_memory(
     """
     owner, total = _owners(optimizers), Counter[str]()
     for parameter in model.parameters():
-        optimizer = owner.get(parameter)
-        total.update(_expected(parameter, optimizer, converted=converted, summed=summed))
+        total.update(_expected(parameter, owner.get(parameter), converted=converted, summed=summed))
         halves = halves_of(parameter) if converted else None
         total["caches"] += 0 if halves is None else sum(tensor.nbytes for tensor in halves.kept)
     return MemoryReport(**{f.name: total[f.name] for f in dataclasses.fields(MemoryReport)})
@@ -227,8 +229,7 @@ def _expected(
     elif isinstance(ours, Float8Optimizer):
         moments = (2 if large else 2 * 4) * numel
         scales = scales + 2 * _num_scales(shard) if large else 0
-    parts = {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
-    return counts | parts
+    return counts | {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
 
 
 def _all_of(model: nn.Module, cls: type[nn.Module]) -> list[Any]:
@@ -260,35 +261,13 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
     return [without_wrapper(o) for o in given]
 
 
-def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
-    """Collect the tensors of these parameters' optimizer states, without 0-d counters."""
-    tensors_of: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
-    wanted = set(parameters)
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            if parameter in wanted:
-                for value in state.values():
-                    shard = local(value)
-                    if isinstance(shard, QuantizedState):
-                        tensors_of["moments"].append(shard.qdata)
-                        tensors_of["scales"].append(shard.scale)
-                    elif isinstance(value, Tensor) and value.ndim > 0:
-                        tensors_of["moments"].append(value)
-    residuals = map(residual_of, parameters)
-    tensors_of["master"] = [residual for residual in residuals if residual is not None]
-    return tensors_of
-
-
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return a gradient's elements, and its scales if it is stored in 8 bits."""
     shard = local(grad)
     if isinstance(shard, WideGrad):
         shard = shard.stored
-    parts = getattr(shard, "parts", None)
-    if parts is None:
-        return shard, []
-    codes, scale, multiplier = parts()
-    return codes, [scale, multiplier]
+    codes, *scales = shard.codes if isinstance(shard, Coded) else (shard,)
+    return codes, scales
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:

@@ -219,7 +219,8 @@ class ConversionReport:
         )
         yield f"  recipe    {chosen}{self.recipe}"
         if self.choice is not None:
-            yield f"  {self.choice.label:<9} {self.choice}"
+            label = "measured" if self.choice.not_measured is None else "auto"
+            yield f"  {label:<9} {self.choice}"
         overridden = ((name, str(recipe)) for name, recipe in self.overridden.items())
         for recipe, names in by_reason(overridden).items():
             yield f"  override  {first_of(names)}: {recipe}"

@@ -75,18 +75,14 @@ def keep_scaling_local(model: nn.Module) -> None:
     By default it broadcasts buffers before each forward. A rank with larger activations than rank 0
     would then compute its scales from amaxes that are too small, and saturate.
     """
-    ours = {
-        f"{name}.{buffer}".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Layer)
-        for buffer, _ in module.named_buffers(recurse=False)
-        if buffer.startswith("fp8_")
-    }
+
+    def is_ours(name: str) -> bool:
+        return name.rpartition(".")[2].startswith("fp8_")
+
+    ours = sorted(name for name, _ in model.named_buffers() if is_ours(name))
     ignored = model.__dict__.get("_ddp_params_and_buffers_to_ignore", [])
-    others = [name for name in ignored if not name.rpartition(".")[2].startswith("fp8_")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*others, *sorted(ours)]
-    )
+    others = [name for name in ignored if not is_ours(name)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*others, *ours])
     if not others and not ours:
         del model._ddp_params_and_buffers_to_ignore
 
@@ -230,7 +226,5 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     for name, module in model.named_modules():
-        if not isinstance(module, Float8Layer):
-            continue
-        if module.fp8.recipe.delayed or module.fp8.scaling is not None:
+        if isinstance(module, Float8Layer) and (module.fp8.recipe.delayed or module.fp8.scaling):
             yield unwrapped_name(name), module

@@ -97,8 +97,7 @@ def _products(
                 why = why or expert_reason(name, module, config, recipe.name, device)
                 yield from (Product(full, module, why) for full in stacked)
             continue
-        patterns = without_head if module in frozen else skip
-        reason = skip_reason(name, module, patterns, kept_high)
+        reason = skip_reason(name, module, without_head if module in frozen else skip, kept_high)
         if reason is None:
             reason = high_precision_pattern(name, config)
         if reason is None and config.backend == "transformer-engine":

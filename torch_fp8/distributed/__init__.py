@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "ddp.connection": ("DDPReport",),
-    "ddp.wrap": ("connect_ddp", "ddp_options"),
-    "fsdp.connect": ("FSDPReport", "connect_fsdp"),
-    "fsdp.split_weights": ("join_sharded", "split_sharded"),
+    "ddp.connection": "DDPReport",
+    "ddp.wrap": "connect_ddp ddp_options",
+    "fsdp.connect": "FSDPReport connect_fsdp",
+    "fsdp.split_weights": "join_sharded split_sharded",
     "tensor_parallel.styles": (
-        "Float8ColwiseParallel",
-        "Float8RowwiseParallel",
-        "PrepareFloat8ModuleInput",
+        "Float8ColwiseParallel Float8RowwiseParallel PrepareFloat8ModuleInput"
     ),
 }
-_OWNERS = {name: module for module, names in _MODULES.items() for name in names}
+_OWNERS = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "DDPReport",

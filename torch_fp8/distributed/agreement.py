@@ -75,8 +75,7 @@ def meet(
     # Groups that have no rank in common may have one name.
     meetings = dist.PrefixStore(f"{KEY}/{group.group_name}/{numbers[0]}", store)
     store = dist.PrefixStore(str(number := meetings.add("ended", 0)), meetings)
-    in_order = json.dumps(dict(description), sort_keys=True)
-    digest = hashlib.sha256(in_order.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(dict(description), sort_keys=True).encode()).hexdigest()
     if store.add(f"{digest} given", 1) == 1:
         store.set(digest, json.dumps(dict(description)))
         store.add("descriptions", 1)

@@ -119,8 +119,7 @@ def runs_of(pieces: Iterable[tuple[int, int, bool]]) -> list[Run]:
 
 def by_form(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Return the runs in groups of 32, and the other runs."""
-    grouped = [run for run in runs if run.in_groups]
-    return grouped, [run for run in runs if not run.in_groups]
+    return [run for run in runs if run.in_groups], [run for run in runs if not run.in_groups]
 
 
 def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float) -> Stages:

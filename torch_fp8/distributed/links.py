@@ -119,8 +119,7 @@ def choose_exchanges(
         exchanges = Exchanges(dict(saved), {}, "as in the checkpoint")
     else:
         times = _measured(groups, device)
-        in_8_bits = {kind: times[kind].in_8_bits for kind in groups}
-        exchanges = Exchanges(in_8_bits, times, "measured")
+        exchanges = Exchanges({kind: times[kind].in_8_bits for kind in groups}, times, "measured")
     _exchanges[model] = exchanges
     return exchanges
 
@@ -176,8 +175,7 @@ def _measured(groups: Mapping[str, Any], device: torch.device) -> dict[str, Time
         slowest = torch.tensor(own, dtype=torch.float32, device=device)
         for group in dict.fromkeys(groups.values()):
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-        pairs = slowest.view(-1, 2).tolist()
-        for kind, pair in zip(missing, pairs, strict=True):
+        for kind, pair in zip(missing, slowest.view(-1, 2).tolist(), strict=True):
             _times.setdefault(groups[kind], {})[kind] = Times(*pair)
     return {kind: _times[group][kind] for kind, group in groups.items()}
 
@@ -221,8 +219,7 @@ def _gathers(whole: Tensor, group: Any) -> Iterable[Callable[[], Any]]:
     codes = torch.empty_like(whole, dtype=torch.uint8)
 
     def gather() -> None:
-        shard = whole[0].to(torch.float8_e4m3fn).view(torch.uint8)
-        all_gather(codes, shard, group)
+        all_gather(codes, whole[0].to(torch.float8_e4m3fn).view(torch.uint8), group)
 
     return gather, lambda: all_gather(torch.empty_like(whole), whole[0], group)
 

@@ -80,7 +80,8 @@ class _Class(NamedTuple):
         return REGISTERS if limited else None
 
     @property
-    def constants(self) -> dict[str, object]:
+    def options(self) -> dict[str, object]:
+        """The compile-time constants and options of a launch."""
         return {
             "WEIGHT": _DTYPES[self.weight],
             "RESIDUAL": self.residual,
@@ -88,6 +89,7 @@ class _Class(NamedTuple):
             "LAYOUT": self.layout,
             "CHUNK": self.chunk,
             "GROUPS": ODD_GROUPS if self.layout == "any" else GROUPS,
+            **{"num_warps": 1, "enable_fp_fusion": False},
         }
 
 
@@ -111,9 +113,7 @@ def adamw_step(
                 table,
                 chunks,
                 AMAX=kind.amax,
-                **kind.constants,
-                num_warps=1,
-                enable_fp_fusion=False,
+                **kind.options,
                 maxnreg=kind.registers,
             )
             if kind.payload:
@@ -144,8 +144,6 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
 
     The order of the sums is fixed, so results repeat bit for bit.
     """
-    if not entries:
-        return torch.zeros(0, device="cpu", dtype=torch.float32)
     bare = {"amax": None, "payload": None, "memo": None}
     entries = [(matrix._replace(**bare), scalars) for matrix, scalars in entries]
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
@@ -166,9 +164,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
                 chunks,
                 partial,
                 COUPLED=coupled,
-                **kind.constants,
-                num_warps=1,
-                enable_fp_fusion=False,
+                **kind.options,
             )
             update_rms_kernel[(len(chosen),)](
                 table,
@@ -212,17 +208,28 @@ class Fixed:
                 assert tensor.is_contiguous()
                 addresses |= tensor.data_ptr()
         self._addresses = addresses
-        self._before = weight.dtype, residual is not None
-        self._after = amax is not None, None if payload is None else payload[:2]
-        self._row_length = row_length
+        self._parts = weight.dtype, residual is not None, amax is not None
+        self._payload = None if payload is None else payload[:2]
+        self._whole_groups = row_length == cols and cols % GROUP_SIZE == 0
+        self._kinds: dict[tuple[torch.dtype, bool], _Class] = {}
 
     def kind(self, matrix: WeightMatrix) -> _Class:
         """Return the class of the matrix with its current gradient."""
         grad: Any = matrix.grad
         grad = grad.qdata if grad.__class__ is GradientParts else grad
-        aligned = (self._addresses | grad.data_ptr()) % 16 == 0
-        shape = self.shape[1], self._row_length
-        return _class_for(*self._before, grad.dtype, *shape, aligned, *self._after)
+        key = grad.dtype, (self._addresses | grad.data_ptr()) % 16 == 0
+        if key not in self._kinds:
+            self._kinds[key] = self._kind(*key)
+        return self._kinds[key]
+
+    def _kind(self, grad: torch.dtype, aligned: bool) -> _Class:
+        layout, (weight, residual, amax) = "any", self._parts
+        if self.shape[1] % 16 == 0 and aligned:
+            layout = "flat" if self._whole_groups else "rows"
+        if self._payload is None:
+            return _Class(weight, residual, grad, layout, amax, "", False)
+        assert layout == "flat"
+        return _Class(weight, residual, grad, "squares", amax, *self._payload)
 
 
 def _class_of(matrix: WeightMatrix) -> _Class:
@@ -230,33 +237,10 @@ def _class_of(matrix: WeightMatrix) -> _Class:
 
 
 def _fixed(matrix: WeightMatrix) -> Fixed:
-    memo = matrix.memo
-    if memo is None:
-        return Fixed(matrix)
+    memo = [] if matrix.memo is None else matrix.memo
     if not memo:
         memo.append(Fixed(matrix))
-    fixed: Fixed = memo[0]
-    return fixed
-
-
-@functools.cache
-def _class_for(
-    weight: torch.dtype,
-    residual: bool,
-    grad: torch.dtype,
-    cols: int,
-    row_length: int,
-    aligned: bool,
-    amax: bool,
-    payload: tuple[str, bool] | None,
-) -> _Class:
-    layout = "any"
-    if cols % 16 == 0 and aligned:
-        layout = "flat" if row_length == cols and cols % GROUP_SIZE == 0 else "rows"
-    if payload is None:
-        return _Class(weight, residual, grad, layout, amax, "", False)
-    assert layout == "flat"
-    return _Class(weight, residual, grad, "squares", amax, *payload)
+    return memo[0]
 
 
 def _tables(

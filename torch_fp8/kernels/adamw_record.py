@@ -1,51 +1,23 @@
 """The record of a matrix that the optimizer kernels read, and functions to load its fields."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
+Record = namedtuple(
+    "Record",
+    "weight residual grad grad_scale grad_multiplier exp_avg exp_avg_scale exp_avg_sq "
+    "exp_avg_sq_scale lr_multiplier update_rms amax payload payload_scale blank first_chunk "
+    "num_groups rows cols row_length start key0 key1 grad_sign beta1_complement beta2 "
+    "beta2_complement step_size inv_sqrt_correction eps decay weight_decay",
+)
+"""One matrix, in 64-bit fields: addresses, integers or the bits of a float32.
 
-class Record(NamedTuple):
-    """One matrix, in 64-bit fields: addresses, integers or the bits of a float32.
-
-    The number of fields is even, so the data behind the table in memory is aligned to 16 bytes.
-    """
-
-    weight: int
-    residual: int
-    grad: int
-    grad_scale: int
-    grad_multiplier: int  # 0: none
-    exp_avg: int
-    exp_avg_scale: int
-    exp_avg_sq: int
-    exp_avg_sq_scale: int
-    lr_multiplier: int  # 0: none
-    update_rms: int
-    amax: int  # 0: none
-    payload: int  # 0: none, as the next
-    payload_scale: int
-    blank: int
-    first_chunk: int
-    num_groups: int
-    rows: int
-    cols: int
-    row_length: int  # modulo 2^32, as `start`: indices of random words
-    start: int
-    key0: int
-    key1: int
-    grad_sign: int
-    beta1_complement: int
-    beta2: int
-    beta2_complement: int
-    step_size: int
-    inv_sqrt_correction: int
-    eps: int
-    decay: int
-    weight_decay: int
-
-
+Addresses come before `blank`, 0 for a tensor that does not exist; floats start with `grad_sign`.
+`row_length` and `start` are modulo 2^32, because they are indices of random words. The number of
+fields is even, so the data behind the table in memory is aligned to 16 bytes.
+"""
 RECORD = tl.constexpr(len(Record._fields))
 AT = tl.constexpr(Record(*range(len(Record._fields))))
 

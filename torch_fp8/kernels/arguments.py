@@ -69,27 +69,27 @@ class CastOptions(NamedTuple):
         """Return the options that cast x^T to the same payloads, with the two layouts swapped."""
         return self._replace(rowwise=self.columnwise, columnwise=self.rowwise)
 
-    def new_layouts(self, x: Tensor, cols: int | None = None) -> Layouts:
+    def new_layouts(self, x: Tensor, cols: int | None = None, pads: bool = True) -> Layouts:
         """Allocate the payloads and scales of a cast of a result with x's rows.
 
         Args:
             x: (R, C), on the device of the result.
             cols: number of columns of the result, or None for C.
+            pads: whether the column layout has room for padding.
         """
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
-        by_row: tuple[Tensor | None, Tensor | None] = (None, None)
-        by_col, by_tensor = by_row, self.granularity == "tensorwise"
-        as_payload = (self.dtype, self.granularity)
+        granularity, by_tensor = self.granularity, self.granularity == "tensorwise"
+        row = scale = col = col_scale = None
         if self.rowwise:
-            scale = None if by_tensor else new_scales(x, rows, cols, self.granularity)
-            by_row = new_payload(x, rows, cols, *as_payload), scale
+            row = new_payload(x, rows, cols, self.dtype, granularity)
+            scale = None if by_tensor else new_scales(x, rows, cols, granularity)
         if self.columnwise:
-            scale = None if by_tensor else new_scales(x, cols, rows, self.granularity)
-            size = (cols, padded_rows(rows, self.granularity))
-            by_col = x.new_empty(size, dtype=self.dtype), scale
+            length = padded_rows(rows, granularity) if pads else rows
+            col = x.new_empty((cols, length), dtype=self.dtype)
+            col_scale = None if by_tensor else new_scales(x, cols, rows, granularity)
         if by_tensor and self.scale is None:
-            by_row = by_row[0], new_scale(x)
-        return (*by_row, *by_col)
+            scale = new_scale(x)
+        return row, scale, col, col_scale
 
     def of_gradients(
         self, dup_scale: Tensor | None = None, dup_amax: Tensor | None = None

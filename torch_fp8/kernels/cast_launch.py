@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, is_known, new_group_scales
+from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, cdiv, is_known, new_group_scales
 
 BLOCK = 128
 # 128 x 128, because it holds whole groups of every block granularity in both directions, and the
@@ -26,6 +26,10 @@ TILE_WARPS = 16
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
+# Rows up to this length are read once and kept in registers: 32 elements per thread in 16 warps.
+MAX_ROW_IN_REGISTERS = 16384
+ROW_CHUNK = 8192
+
 
 class Tile(NamedTuple):
     """The size of the tile that one program works on."""
@@ -33,6 +37,21 @@ class Tile(NamedTuple):
     rows: int
     cols: int
     warps: int
+
+    def grid(self, x: Tensor) -> tuple[int]:
+        """Return the number of programs for a matrix of x's shape."""
+        return (cdiv(x.shape[0], self.rows) * cdiv(x.shape[1], self.cols),)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The arguments of a launch that depend on the tile."""
+        return {"BLOCK_R": self.rows, "BLOCK_C": self.cols, "num_warps": self.warps}
+
+
+def whole_rows(cols: int, least: int) -> Tile:
+    """Return a tile of rows, each whole if it fits in registers; `least`: its least columns."""
+    block_c = max(next_power_of_2(cols), least) if cols <= MAX_ROW_IN_REGISTERS else ROW_CHUNK
+    return Tile(max(1, 4096 // block_c), block_c, max(4, block_c // 1024))  # 32 elements a thread
 
 
 def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
@@ -140,14 +159,10 @@ def fused_flags(
         plain = {"SCALE": "plain", "GROUP": BLOCK, "E5M2": False, "POWER_OF_TWO": False}
         return {**plain, "ROW": layouts[0] is not None, "COL": False}
     assert whole == options.needs_amax
-    if whole:
-        source = "whole"
-    elif options.granularity == "tensorwise":
-        source = "amax" if options.scale is None else "given"
-    else:
-        source = "square" if options.granularity == "block_128x128" else "groups"
+    of_tensor = "whole" if whole else "amax" if options.scale is None else "given"
+    sources = {"tensorwise": of_tensor, "block_128x128": "square"}
     return {
-        "SCALE": source,
+        "SCALE": sources.get(options.granularity, "groups"),
         "GROUP": GROUPS.get(options.granularity, BLOCK),
         **cast_flags(options),
     }
@@ -157,8 +172,7 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor
     """Allocate codes and scales to save x for backward, or return (None, None)."""
     if not wanted:
         return None, None
-    rows, cols = x.shape
-    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), new_group_scales(x, rows, cols)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), new_group_scales(x, *x.shape)
 
 
 def registers(warps: int) -> int:
@@ -174,11 +188,6 @@ def registers(warps: int) -> int:
 def amax_bits(x: Tensor, *shape: int) -> Tensor:
     """Allocate int32 bits of amaxes, zeros that kernels raise."""
     return x.new_zeros(shape, dtype=torch.int32)
-
-
-def cdiv(x: int, y: int) -> int:
-    """Return x / y rounded up."""
-    return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
-from torch_fp8.kernels.cast_launch import BLOCK, TYPES, cdiv, pointers, saved_outputs
+from torch_fp8.kernels.cast_launch import BLOCK, TYPES, Tile, cdiv, pointers, saved_outputs
 from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
 from torch_fp8.kernels.moe_rows import group_of
@@ -279,8 +279,14 @@ REGISTERS = 128
 """Limit per thread; left alone, the assembler uses 96 for one variant and spills 8 bytes."""
 
 
-def _block_cols(x: Tensor, cols: int) -> int:
-    return BLOCK if cols % 16 else WIDE >> (x.element_size() == 4)
+def _options(x: Tensor, cols: int, form: GateForm, operands: int = 1) -> dict[str, object]:
+    """Return the constants and options of a launch; `operands`: how many times those of forward."""
+    block_c = BLOCK if cols % 16 else WIDE >> (x.element_size() == 4)
+    return {
+        **{"OUT": TYPES[x.dtype], "CLAMPED": form.clamped, "INTERLEAVED": form.interleaved},
+        **Tile(ROWS, max(block_c // operands, BLOCK), WARPS).options,
+        **{"enable_fp_fusion": False, "maxnreg": REGISTERS},
+    }
 
 
 def expert_gate_quantize(
@@ -289,32 +295,25 @@ def expert_gate_quantize(
     """See `torch_fp8.ops.expert_gate.expert_gate_quantize`."""
     rows, cols = h.shape[0], h.shape[1] // 2
     half = h[:, :cols]
-    payload = EXPERT_ROWS.new_layouts(half)[:2]
     saved = (*saved_outputs(half, save), *saved_outputs(half, save))
+    results = (*EXPERT_ROWS.new_layouts(half)[:2], *saved)
     if rows:
         expert_gate_kernel[(cdiv(rows, ROWS),)](
             h.contiguous(),
             *pointers((None if bias is None else bias.contiguous(),), h),
             score.contiguous(),
             offs,
-            *pointers((*payload, *saved), h),
+            *pointers(results, h),
             rows,
             cols,
             offs.shape[0],
             form.alpha,
             form.limit,
-            OUT=TYPES[h.dtype],
             BIAS=bias is not None,
-            CLAMPED=form.clamped,
-            INTERLEAVED=form.interleaved,
             SAVE=save,
-            BLOCK_R=ROWS,
-            BLOCK_C=_block_cols(h, cols),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-            maxnreg=REGISTERS,
+            **_options(h, cols, form),
         )
-    return (*payload, *saved)
+    return results
 
 
 def expert_gate_backward(inputs: GateBackwardInputs, form: GateForm) -> tuple[Tensor | None, ...]:
@@ -330,17 +329,9 @@ def expert_gate_backward(inputs: GateBackwardInputs, form: GateForm) -> tuple[Te
             score.contiguous(),
             *pointers((*saved, *results, dscore), grad),
             inputs.gate_scale.stride(1),
-            rows,
-            cols,
+            *grad.shape,
             form.alpha,
             form.limit,
-            OUT=TYPES[grad.dtype],
-            CLAMPED=form.clamped,
-            INTERLEAVED=form.interleaved,
-            BLOCK_R=ROWS,
-            BLOCK_C=max(_block_cols(grad, cols) // 2, BLOCK),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-            maxnreg=REGISTERS,
+            **_options(grad, cols, form, operands=2),
         )
     return (*results, dscore)

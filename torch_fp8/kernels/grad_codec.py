@@ -5,6 +5,7 @@ contiguous. Codes are unspecified in groups whose scale is NaN.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -105,23 +106,8 @@ def encode_gradient(
         keys: keys of the random words; an element's word depends on its index in x.
         accumulate: whether to add x to the stored gradient.
     """
-    layout, groups = _layout(x, qdata)
-    count = x.shape[0] * num_groups(x.shape[1])
-    with torch.cuda.device_of(x):
-        encode_gradient_kernel[(cdiv(count, groups),)](
-            x,
-            qdata,
-            scale,
-            multiplier,
-            count,
-            x.shape[1],
-            *keys,
-            ACCUMULATE=accumulate,
-            LAYOUT=layout,
-            GROUPS=groups,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    tensors = x, qdata, scale, multiplier
+    _launch_groups(encode_gradient_kernel, x, qdata, tensors, *keys, ACCUMULATE=accumulate)
 
 
 def dequantize_gradient(
@@ -130,29 +116,29 @@ def dequantize_gradient(
     """Decode codes and scales, times `multiplier`, to (R, K) bfloat16 or float32."""
     out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
     if out.numel():
-        layout, groups = _layout(out, qdata)
-        count = qdata.shape[0] * num_groups(qdata.shape[1])
-        with torch.cuda.device_of(out):
-            decode_gradient_kernel[(cdiv(count, groups),)](
-                qdata,
-                scale,
-                multiplier,
-                out,
-                count,
-                qdata.shape[1],
-                LAYOUT=layout,
-                GROUPS=groups,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
+        _launch_groups(decode_gradient_kernel, out, qdata, (qdata, scale, multiplier, out))
     return out
 
 
-def _layout(dense: Tensor, qdata: Tensor) -> tuple[str, int]:
-    """Choose the layout of `kernels.block_scaled` and the groups of a tile."""
-    assert dense.is_contiguous()
+def _launch_groups(
+    kernel: Any, x: Tensor, qdata: Tensor, tensors: tuple[Tensor, ...], *keys: int, **flags: bool
+) -> None:
+    """Launch a kernel on the groups of values x and their codes."""
+    assert x.is_contiguous()
     assert qdata.is_contiguous()
-    cols = dense.shape[1]
-    if cols % 16 or dense.data_ptr() % 16 or qdata.data_ptr() % 16:
-        return "any", ODD_GROUPS
-    return "flat" if cols % GROUP_SIZE == 0 else "rows", GROUPS
+    (rows, cols), layout, groups = x.shape, "any", ODD_GROUPS
+    if cols % 16 == x.data_ptr() % 16 == qdata.data_ptr() % 16 == 0:
+        layout, groups = "flat" if cols % GROUP_SIZE == 0 else "rows", GROUPS
+    count = rows * num_groups(cols)
+    with torch.cuda.device_of(x):
+        kernel[(cdiv(count, groups),)](
+            *tensors,
+            count,
+            cols,
+            *keys,
+            **flags,
+            LAYOUT=layout,
+            GROUPS=groups,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )

@@ -66,30 +66,19 @@ REPLAYS = _replays()
 """Whether this process replays calls and remembers launches."""
 
 
-class Step(NamedTuple):
-    """A launch, an allocation or another operator call.
-
-    Attributes:
-        run: function that performs the step.
-        choose: function that picks the step's arguments from the values so far.
-    """
-
-    run: Callable[..., Any]
-    choose: Callable[[list[Any]], tuple[Any, ...]]
-
-
 class Tape(NamedTuple):
     """The recorded steps of a call.
 
     Attributes:
         constants: first values; the call's tensors follow, then steps' results (launches: None).
-        steps: steps in the order of execution.
+        steps: launches, allocations and other operator calls in the order of execution: the
+            function that performs a step, and one that picks its arguments from the values so far.
         results: function that picks the call's result from the values.
         hooks: Triton's lists of the kernels' hooks; the tape isn't replayed if one is not empty.
     """
 
     constants: list[Any]
-    steps: list[Step]
+    steps: list[tuple[Callable[..., Any], Callable[[list[Any]], tuple[Any, ...]]]]
     results: Callable[[list[Any]], Any]
     hooks: list[list[Any]]
 
@@ -188,46 +177,32 @@ class Recording(TorchDispatchMode):
             return None
         every = [*self._events, *self._on_demand.values()]
         constants = {id(x): x for e in every for x in (None, *e.args) if not isinstance(x, Tensor)}
-        places = {id(x): i for i, x in enumerate((*constants.values(), *self._tensors))}
-        writer = _Writer(self._on_demand, places)
+        self._places = {id(x): i for i, x in enumerate((*constants.values(), *self._tensors))}
+        self._initial, self._steps = len(self._places), []
         try:
             for event in self._events:
-                writer.add(event)
-            chosen = _chooser([writer.place(x) for x in results], several)
+                self._add(event)
+            chosen = _chooser([self._place(x) for x in results], several)
         except KeyError:  # the call used a tensor from elsewhere, which is not an argument
             return None
         hooks = [e.kernel.pre_run_hooks for e in self._events if e.kernel is not None]
-        return Tape([*constants.values()], writer.steps, chosen, hooks)
+        return Tape([*constants.values()], self._steps, chosen, hooks)
 
-
-class _Writer:
-    """Writes the steps of a tape.
-
-    Args:
-        on_demand: allocations and views by id of their tensor.
-        places: indices of the initial values by id.
-    """
-
-    def __init__(self, on_demand: dict[int, _Event], places: dict[int, int]) -> None:
-        self._on_demand, self._places = on_demand, places
-        self._initial = len(places)
-        self.steps: list[Step] = []
-
-    def place(self, x: Any) -> int:
+    def _place(self, x: Any) -> int:
         """Return the index of x among the values; add the step that creates it if necessary."""
         if id(x) not in self._places:
             event = self._on_demand[id(x)]
             if event.run is _DETACH:
-                self._places[id(x)] = self.place(event.args[0])
+                self._places[id(x)] = self._place(event.args[0])
             else:
-                self.add(event)
+                self._add(event)
         return self._places[id(x)]
 
-    def add(self, event: _Event) -> None:
-        choose = _chooser([self.place(x) for x in event.args], True)
+    def _add(self, event: _Event) -> None:
+        choose = _chooser([self._place(x) for x in event.args], True)
         if event.result is not None:
-            self._places[id(event.result)] = self._initial + len(self.steps)
-        self.steps.append(Step(_METHODS.get(event.run, event.run), choose))
+            self._places[id(event.result)] = self._initial + len(self._steps)
+        self._steps.append((_METHODS.get(event.run, event.run), choose))
 
 
 def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
@@ -279,19 +254,15 @@ class Replayed:
             with torch.cuda.device(device):
                 return tape.play(tensors)
         if tape is True:
-            return self._record(known, tensors, args)
+            with Recording(tensors) as seen:
+                result = self._launcher(*args)
+            self._tapes[known] = seen.tape(result) or False
+            return result
         if tape is None:
             if len(self._tapes) >= _MOST:
                 self._tapes.clear()
             self._tapes[known] = True
         return self._launcher(*args)
-
-    def _record(self, known: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...]) -> Any:
-        with Recording(tensors) as seen:
-            result = self._launcher(*args)
-        tape = seen.tape(result)
-        self._tapes[known] = False if tape is None else tape
-        return result
 
 
 def forget_recordings() -> None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fp8.kernels.cast_launch import amax_bits, cdiv
+from torch_fp8.kernels.cast_launch import BLOCK, TILE_WARPS, Tile, amax_bits, cdiv
 from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import positions, store_col, tile_at
@@ -182,13 +182,12 @@ def combine_rows_kernel(
     tl.store(out_ptr + t[:, None] * cols + c[None, :], total, mask=mask)
 
 
-GATHER_ROWS, GATHER_COLS = 16, 512
-"""Rows and columns of a gathered tile: 512 accesses of 16 bytes, four per thread of four warps."""
-TILE, TILE_WARPS = 128, 16
-"""Rows and columns of a transposed tile: 128 contiguous bytes in both directions."""
-ODD_TILE, ODD_WARPS = 64, 8
-"""Tile and warps if K is not a multiple of 16, so that bytes move one by one."""
-ODD_GATHER_COLS = 128
+GATHERED, ODD_GATHERED = Tile(16, 512, 4), Tile(16, 128, 4)
+"""Gathered tile: 512 accesses of 16 bytes, four per thread; and that if K is not a multiple of 16,
+so that bytes move one by one.
+"""
+TRANSPOSED, ODD_TRANSPOSED = Tile(BLOCK, BLOCK, TILE_WARPS), Tile(64, 64, 8)
+"""Transposed tile: 128 contiguous bytes in both directions; and that for other K."""
 COMBINE_TOKENS, COMBINE_COLS = 4, 256
 SCALES = 1024
 WARPS = 4
@@ -200,9 +199,9 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
     (tokens, cols), rows = qdata.shape, token.shape[0]
     codes = qdata.new_empty((rows, cols))
     scales = scale.new_empty((rows, 1))
-    block = GATHER_COLS if cols % 16 == 0 else ODD_GATHER_COLS
+    tile = GATHERED if cols % 16 == 0 else ODD_GATHERED
     if rows:
-        gather_rows_kernel[(cdiv(rows, GATHER_ROWS), max(cdiv(cols, block), 1))](
+        gather_rows_kernel[(cdiv(rows, tile.rows), max(cdiv(cols, tile.cols), 1))](
             qdata.contiguous().view(torch.uint8),
             scale.contiguous(),
             token,
@@ -211,10 +210,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
             tokens,
             rows,
             cols,
-            BLOCK_R=GATHER_ROWS,
-            BLOCK_C=block,
-            num_warps=WARPS,
-            enable_fp_fusion=True,
+            **tile.options,
         )
     return codes, scales
 
@@ -232,15 +228,14 @@ def transpose_payload(
     bits = amax_bits(qdata, groups, cols)
     operands = qdata.contiguous().view(torch.uint8), scale.contiguous(), offs
     operands = (*operands, offs if token is None else token)
-    tile, warps = (TILE, TILE_WARPS) if cols % 16 == 0 else (ODD_TILE, ODD_WARPS)
-    grid = (cdiv(rows, tile) * cdiv(cols, tile),)
-    flags = {"GATHER": token is not None, "BLOCK_R": tile, "BLOCK_C": tile}
-    flags |= {"num_warps": warps, "enable_fp_fusion": True}
+    tile = TRANSPOSED if cols % 16 == 0 else ODD_TRANSPOSED
+    grid = (cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)
+    flags = {"GATHER": token is not None, **tile.options}
     if rows:
         group_amax_kernel[grid](*operands, bits, tokens, rows, cols, groups, **flags)
     if groups:
         group_scale_kernel[(cdiv(groups * cols, SCALES),)](
-            bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS, enable_fp_fusion=True
+            bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS
         )
     if rows:
         transpose_groups_kernel[grid](
@@ -272,6 +267,5 @@ def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
             BLOCK_T=COMBINE_TOKENS,
             BLOCK_C=COMBINE_COLS,
             num_warps=WARPS,
-            enable_fp_fusion=True,
         )
     return out

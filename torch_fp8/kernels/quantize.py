@@ -27,6 +27,7 @@ from torch_fp8.kernels.cast_launch import (
     pad_columns,
     pad_of,
     pointers,
+    whole_rows,
     whole_tile,
 )
 from torch_fp8.kernels.quantize_kernels import (
@@ -38,36 +39,23 @@ from torch_fp8.kernels.quantize_kernels import (
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import (
-    Layouts,
-    is_known,
-    new_payload,
-    new_scale,
-    new_scales,
-)
+from torch_fp8.quantization.payload_shape import Layouts, is_known
 
 # If C is not a multiple of 16, elements move one at a time, each with an address and a mask in
 # registers. Casts then use smaller tiles, 1x128 and 1x32 blocks cast one layout per launch, and
 # 128x128 blocks get a zero-padded copy. This is rare, because FP8 GEMMs need multiples of 16. R,
 # the number of tokens, is arbitrary, because the column layout is padded.
-ODD_BLOCK = 64
-ODD_WARPS = 8
+ODD_TILE = Tile(64, 64, 8)
 ODD_SLICE = 32
 
 # The amax pass only loads: 64 x 128 tiles of 16 kB, in two waves of four CTAs on 132 SMs.
-AMAX_ROWS = 64
+AMAX_TILE = Tile(64, BLOCK, 4)
 AMAX_PROGRAMS = 1024
-
-# Rows up to this length are read once and kept in registers: 32 elements per thread in 16 warps.
-MAX_ROW_IN_REGISTERS = 16384
-ROW_CHUNK = 8192
 
 # Column amaxes: one partial maximum per slab of rows, with enough slabs to fill the GPU. The cast
 # then reduces at most 32 partials per column: 16 kB from L2 besides its own tile of 32 kB.
 COLUMN_PROGRAMS = 512
 MAX_SLABS = 32
-
-BLOCK_GRANULARITIES = ("block_1x128", "block_128x128", "block_1x32")
 
 
 def quantize_2d(
@@ -83,43 +71,51 @@ def quantize_2d(
     Returns:
         See `Layouts`. All are contiguous except scales of block_1x128; see `new_group_scales`.
     """
-    granularity = options.granularity
-    if x.stride(1) != 1 and x.stride(0) == 1:  # cast x^T: loads then run along the contiguous dim
-        if sums is not None:
-            sums.turn()
+    granularity, (rows, cols) = options.granularity, x.shape
+    if _is_turned(x):  # cast x^T: loads then run along the contiguous dim
         by_col, scale_col, by_row, scale = quantize_2d(x.t(), options.transposed(), sums, False)
-        if sums is not None:
-            sums.turn()
         if granularity == "tensorwise":
             scale, scale_col = scale_col, None
         return by_row, scale, pad_columns(by_col, granularity), scale_col
-    if granularity == "tensorwise":
-        return _tensorwise(x, options, sums, pads)
-    if granularity == "rowwise":
-        by_row = _rows(x, options) if options.rowwise else (None, None)
-        by_col = _columns(x, options, sums, pads) if options.columnwise else (None, None)
-        return (*by_row, *by_col)
-    if granularity in BLOCK_GRANULARITIES:
-        return _blocks(x, options, sums, pads)
-    raise ValueError(f"unknown granularity {granularity!r}")
+    if granularity == "block_128x128" and (is_odd(x) or (options.columnwise and rows % 16)):
+        whole = F.pad(x, (0, -cols % 16, 0, -rows % 16)).contiguous()
+        by_row, row_scale, by_col, col_scale = quantize_2d(whole, options)
+        return _corner(by_row, rows, cols), row_scale, _corner(by_col, cols, rows), col_scale
+    layouts = options.new_layouts(x, pads=pads)
+    if not x.numel():
+        for empty in layouts[1::2]:
+            if empty is not None:
+                empty.fill_(1.0)
+    elif granularity == "tensorwise":
+        _tensorwise(x, options, layouts, sums, pads)
+    elif granularity == "rowwise":
+        _rows(x, options, layouts)
+        _columns(x, options, layouts, sums, pads)
+    else:
+        _blocks(x, options, layouts, sums, pads)
+    return layouts
 
 
 def quantize_2d_sum(
     x: Tensor, options: CastOptions, sum_dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.quantize.quantize_2d_sum`."""
-    sums = TileSums()
+    sums = TileSums(int(_is_turned(x)))
     return (*quantize_2d(x, options, sums), sums.total(x, sum_dtype))
 
 
-def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:
+def _is_turned(x: Tensor) -> bool:
+    return x.stride(1) != 1 and x.stride(0) == 1
+
+
+def _tensorwise(
+    x: Tensor, options: CastOptions, layouts: Layouts, sums: TileSums | None, pads: bool
+) -> None:
     source, scale, partial, whole = "given", options.scale, None, None
     if scale is not None:
         options = options._replace(power_of_two=False)  # a given scale stays unchanged
-    elif not x.numel():
-        scale = x.new_ones((), dtype=torch.float32)
     else:
-        source, scale = "tensor", new_scale(x)
+        source, scale = "tensor", layouts[1]
         if options.amax is not None:
             partial = options.amax.view(1).view(torch.int32)
         elif sums is None:
@@ -129,8 +125,7 @@ def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bo
         elif partial is None:
             partial = partial_amaxes(x)
     pad = pad_of(x.shape[0], "tensorwise", pads)
-    by_row, by_col = _cast_tiles(x, options, source, scale, partial, pad, sums, whole)
-    return by_row, None if scale is options.scale else scale, by_col, None
+    _cast_tiles(x, options, layouts, source, scale, partial, pad, sums, whole)
 
 
 def partial_amaxes(x: Tensor) -> Tensor:
@@ -138,39 +133,29 @@ def partial_amaxes(x: Tensor) -> Tensor:
 
     P is a multiple of 16, so one binary of the reader serves all R; some programs may have no tile.
     """
-    rows, cols = x.shape
-    num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
-    most = AMAX_PROGRAMS
+    (num_tiles,), most = AMAX_TILE.grid(x), AMAX_PROGRAMS
     programs = min(cdiv(num_tiles, 16) * 16, most) if is_known(num_tiles) else most
     partial = x.new_empty(programs, dtype=torch.int32)
     amax_kernel[(programs,)](
         x,
         partial,
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         num_tiles,
-        BLOCK_R=AMAX_ROWS,
-        BLOCK_C=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
+        **AMAX_TILE.options,
     )
     return partial
 
 
 def _columns(
-    x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Cast x^T with a scale per column of x, (C, 1)."""
-    cols, pad = x.shape[1], pad_of(x.shape[0], "rowwise", pads)
-    options = options._replace(rowwise=False)
-    if x.numel() == 0:
-        _, by_col = _outputs(x, options, pad)
-        return by_col, x.new_ones((cols, 1), dtype=torch.float32)
-    partial = partial_column_amaxes(x, sums)
-    scale = torch.empty((cols, 1), dtype=torch.float32, device=x.device)
-    _, by_col = _cast_tiles(x, options, "columns", scale, partial, pad)
-    return by_col, scale
+    x: Tensor, options: CastOptions, layouts: Layouts, sums: TileSums | None, pads: bool
+) -> None:
+    """Cast x^T with a scale per column of x, (C, 1), if wanted."""
+    *_, by_col, scale = layouts
+    if scale is not None:
+        pad, partial = pad_of(x.shape[0], "rowwise", pads), partial_column_amaxes(x, sums)
+        options, layouts = options._replace(rowwise=False), (None, None, by_col, None)
+        _cast_tiles(x, options, layouts, "columns", scale, partial, pad)
 
 
 def _most_slabs(cols: int) -> int:
@@ -189,22 +174,18 @@ def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
     (rows, cols), column_blocks = x.shape, cdiv(x.shape[1], BLOCK)
     slabs = _most_slabs(cols)
     used = min(slabs, cdiv(rows, BLOCK)) if is_known(rows) else slabs
-    rows_per_slab = cdiv(cdiv(rows, used), AMAX_ROWS) * AMAX_ROWS
+    rows_per_slab = cdiv(cdiv(rows, used), AMAX_TILE.rows) * AMAX_TILE.rows
     partial = torch.empty((slabs, cols), dtype=torch.int32, device=x.device)
     by_slab = sums is not None and sums.axis == 0
     column_amax_kernel[(column_blocks, slabs)](
         x,
         partial,
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         rows_per_slab,
         sums.allocate(x, slabs) if sums is not None and by_slab else partial,
         SUMS=by_slab,
-        BLOCK_R=AMAX_ROWS,
-        BLOCK_C=BLOCK,
-        num_warps=8 if by_slab else 4,  # it keeps sums as well as maxima
-        enable_fp_fusion=True,
+        **AMAX_TILE._replace(warps=8 if by_slab else 4).options,  # it keeps sums, too
     )
     return partial
 
@@ -212,46 +193,40 @@ def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
 def _cast_tiles(
     x: Tensor,
     options: CastOptions,
+    layouts: Layouts,
     source: str,
     scale: Tensor,
     partial: Tensor | None,
     pad: int,
     sums: TileSums | None = None,
     whole: Tile | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> None:
     """Cast in tiles, or in the single tile `whole`; fill `scale` unless `source` is "given"."""
-    rows, cols = x.shape
-    by_row, by_col = _outputs(x, options, pad)
+    by_row, _, by_col, _ = layouts
     slot = amax_slot(options)
     unused = scale if slot is None else slot  # in a graph the scale may be a view, a call for each
-    if x.numel() and (options.rowwise or options.columnwise or slot is not None):
+    if options.rowwise or options.columnwise or slot is not None:
         num_partials = 1 if partial is None else partial.shape[0]
         # Padding needs another length and mask: too many registers with sums, or an amax in E5M2.
         raises = slot is not None and options.columnwise and format_of(options.dtype).has_inf
         small = is_odd(x) or (pad > 1 and source == "given" and (sums is not None or raises))
-        block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
-        block_r, block_c, warps = whole or (block, block, warps)
-        cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+        tile = whole or (ODD_TILE if small else Tile(BLOCK, BLOCK, TILE_WARPS))
+        cast_kernel[tile.grid(x)](
             x,
             scale,
             *pointers((partial, slot, by_row, by_col), unused),
             *x.stride(),
-            rows,
-            cols,
+            *x.shape,
             num_partials,
-            _partial_sums(x, sums, block, unused),
+            _partial_sums(x, sums, tile.rows, unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE=source,
             AMAX=slot is not None,
             **cast_flags(options),
             PAD=pad,
-            PARTIALS=_most_partials(options, source, cols),
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            num_warps=warps,
-            enable_fp_fusion=True,
+            PARTIALS=_most_partials(options, source, x.shape[1]),
+            **tile.options,
         )
-    return by_row, by_col
 
 
 def _most_partials(options: CastOptions, source: str, cols: int) -> int:
@@ -261,32 +236,22 @@ def _most_partials(options: CastOptions, source: str, cols: int) -> int:
     return AMAX_PROGRAMS if source == "tensor" and options.amax is None else 1
 
 
-def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None]:
-    """Cast x with a scale per row, (R, 1)."""
-    rows, cols = x.shape
-    qdata = x.new_empty((rows, cols), dtype=options.dtype)
-    if x.numel() == 0:
-        return qdata, x.new_ones((rows, 1), dtype=torch.float32)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    in_registers = cols <= MAX_ROW_IN_REGISTERS
-    block_c = max(next_power_of_2(cols), 16) if in_registers else ROW_CHUNK
-    block_r = max(1, 4096 // block_c)  # several short rows: 32 elements per thread
-    quantize_rows_kernel[(cdiv(rows, block_r),)](
-        x,
-        qdata.view(torch.uint8),
-        scale,
-        *x.stride(),
-        rows,
-        cols,
-        E5M2=format_of(options.dtype).has_inf,
-        POWER_OF_TWO=options.power_of_two,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        IN_REGISTERS=in_registers,
-        num_warps=max(4, block_c // 1024),
-        enable_fp_fusion=True,
-    )
-    return qdata, scale
+def _rows(x: Tensor, options: CastOptions, layouts: Layouts) -> None:
+    """Cast x with a scale per row, (R, 1), if wanted."""
+    (rows, cols), (qdata, scale, *_) = x.shape, layouts
+    if qdata is not None:
+        tile = whole_rows(cols, 16)
+        quantize_rows_kernel[(cdiv(rows, tile.rows),)](
+            x,
+            qdata.view(torch.uint8),
+            scale,
+            *x.stride(),
+            *x.shape,
+            E5M2=format_of(options.dtype).has_inf,
+            POWER_OF_TWO=options.power_of_two,
+            IN_REGISTERS=tile.cols >= cols,
+            **tile.options,
+        )
 
 
 def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) -> Tensor:
@@ -294,57 +259,39 @@ def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) 
     return unused if sums is None else sums.allocate(x, cdiv(x.shape[sums.axis], block))
 
 
-def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:
+def _blocks(
+    x: Tensor, options: CastOptions, layouts: Layouts, sums: TileSums | None, pads: bool
+) -> None:
     granularity, row, col = options.granularity, options.rowwise, options.columnwise
-    (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
-    squares = granularity == "block_128x128"
-    odd = is_odd(x) or (col and pad == 1 and rows % 16 != 0)
-    if odd and squares:
-        whole = F.pad(x, (0, -cols % 16, 0, -rows % 16)).contiguous()
-        by_row, row_scale, by_col, col_scale = _blocks(whole, options, None, pads)
-        return _corner(by_row, rows, cols), row_scale, _corner(by_col, cols, rows), col_scale
+    pad = pad_of(x.shape[0], granularity, pads)
+    odd = is_odd(x) or (col and pad == 1 and x.shape[0] % 16 != 0)
     if row and col and odd:
-        by_row = _blocks(x, options._replace(columnwise=False), sums, pads)
-        by_col = _blocks(x, options._replace(rowwise=False), None, pads)
-        return (*by_row[:2], *by_col[2:])
-    if squares or odd:
-        sums = None  # squares are for weights; with sums both would spill
-
-    by_row, by_col = _outputs(x, options, pad)
-    row_scale = new_scales(x, rows, cols, granularity) if row else None
-    col_scale = new_scales(x, cols, rows, granularity) if col else None
-    if x.numel() and (row or col):
-        unused = row_scale if row_scale is not None else col_scale
-        assert unused is not None
+        by_row, by_col = (*layouts[:2], None, None), (None, None, *layouts[2:])
+        _blocks(x, options._replace(columnwise=False), by_row, sums, pads)
+        _blocks(x, options._replace(rowwise=False), by_col, None, pads)
+    elif row or col:
+        squares = granularity == "block_128x128"
+        if squares or odd:
+            sums = None  # squares are for weights; with sums both would spill
+        unused = layouts[1] if row else layouts[3]
         block_r = ODD_SLICE if odd and row else BLOCK
         block_c = ODD_SLICE if odd and col else BLOCK
-        quantize_blocks_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+        tile = Tile(block_r, block_c, ODD_TILE.warps if odd else TILE_WARPS)
+        quantize_blocks_kernel[tile.grid(x)](
             x,
-            *pointers((by_row, row_scale, by_col, col_scale), unused),
+            *pointers(layouts, unused),
             *x.stride(),
-            rows,
-            cols,
+            *x.shape,
             _partial_sums(x, sums, BLOCK, unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE="square" if squares else "groups",
             GROUP=32 if granularity == "block_1x32" else BLOCK,
             **cast_flags(options),
             PAD=pad,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            num_warps=ODD_WARPS if odd else TILE_WARPS,
-            enable_fp_fusion=True,
+            **tile.options,
         )
-    return by_row, row_scale, by_col, col_scale
 
 
 def _corner(qdata: Tensor | None, rows: int, cols: int) -> Tensor | None:
     """Return the first rows and columns of a payload."""
     return None if qdata is None else qdata[:rows, :cols].contiguous()
-
-
-def _outputs(x: Tensor, options: CastOptions, pad: int) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate the payloads; with 1x128 blocks their memory has a multiple of 16 rows."""
-    (rows, cols), dtype, col = x.shape, options.dtype, options.columnwise
-    by_row = new_payload(x, rows, cols, dtype, options.granularity) if options.rowwise else None
-    return by_row, x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None

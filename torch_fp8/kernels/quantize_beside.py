@@ -90,7 +90,6 @@ def quantize_2d_beside(
     by_row, new, by_col, _ = layouts
     partial, scale, programs = None, options.scale, cdiv(rows, BLOCK) * cdiv(cols, BLOCK)
     if scale is None:
-        assert new is not None
         scale, amax = new, options.amax
         partial = partial_amaxes(x) if amax is None else amax.view(1).view(torch.int32)
     num_partials = 1 if partial is None else partial.shape[0]
@@ -101,8 +100,7 @@ def quantize_2d_beside(
         scale,
         *pointers((partial, slot, by_row, by_col, payload, transpose), unused),
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         num_partials,
         programs,
         *payload.shape,
@@ -113,7 +111,6 @@ def quantize_2d_beside(
         PARTIALS=AMAX_PROGRAMS if num_partials > 1 else 1,
         BLOCK=BLOCK,
         num_warps=TILE_WARPS,
-        enable_fp_fusion=True,
     )
     return (*layouts, transpose)
 

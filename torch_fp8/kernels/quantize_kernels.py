@@ -276,7 +276,7 @@ class TileSums:
     """Partial sums over the rows of x, or over its columns, one for each tile.
 
     Attributes:
-        axis: 0 to sum over rows, 1 to sum over columns.
+        axis: 0 to sum over the rows of the matrix that is read, 1 to sum over its columns.
         partial: (tiles, columns or rows) float32, or None before a cast has allocated it.
     """
 
@@ -288,24 +288,18 @@ class TileSums:
         self.partial = x.new_empty((tiles, x.shape[1 - self.axis]), dtype=torch.float32)
         return self.partial
 
-    def turn(self) -> None:
-        """Switch between sums of x and the same sums of x^T."""
-        self.axis = 1 - self.axis
-
     def total(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sums, added in float32 and rounded once to `dtype`."""
+        """Return the sums over the rows of x, added in float32 and rounded once to `dtype`."""
         if self.partial is None:  # the cast did not run in tiles
-            return x.sum(self.axis, dtype=torch.float32).to(dtype)
-        tiles, size = self.partial.shape
+            return x.sum(0, dtype=torch.float32).to(dtype)
+        size = self.partial.shape[1]
         total = x.new_empty(size, dtype=dtype)
         reduce_sums_kernel[(cdiv(size, BLOCK_COLS),)](
             self.partial,
             total,
-            tiles,
-            size,
+            *self.partial.shape,
             BLOCK_R=BLOCK_ROWS,
             BLOCK_C=BLOCK_COLS,
             num_warps=4,
-            enable_fp_fusion=True,
         )
         return total

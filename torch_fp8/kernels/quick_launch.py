@@ -50,28 +50,33 @@ class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
     Args:
         kernel: the kernel.
         args: its tensors and numbers by name, without compile-time constants.
-        writes: names of the tensors that it writes.
+        constants: its compile-time constants by name.
         options: options of each launch.
+    Attributes:
+        writes: names of the tensors that it writes.
     """
 
-    def __init__(
-        self,
-        kernel: JITFunction,
-        args: dict[str, Any],
-        writes: set[str],
-        options: dict[str, Any],
-    ) -> None:
+    def __init__(self, kernel: JITFunction, args: Any, constants: Any, options: Any) -> None:
         super().__init__(kernel.fn)
+        tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+        dtypes = {n: torch.uint8 if _is_fp8(x) else x.dtype for n, x in tensors.items()}
+        with _disable_current_modes():  # the analysis wants tensors with an address
+            real = {name: torch.empty(2, dtype=dtype) for name, dtype in dtypes.items()}
+            places = (
+                kernel_side_table.add_kernel(kernel),
+                kernel_side_table.add_constant_args(constants),
+            )
+            writes = {*get_mutated_tensors(*places, args | real, {})}
+        # torch takes all tensors for written if its analysis fails.
+        assert writes != dtypes.keys(), f"torch cannot tell which tensors {kernel.__name__} writes"
         lines = [
             f"tl.store({name}, tl.load({name}))" if name in writes else f"tl.load({name})"
-            for name, value in args.items()
-            if isinstance(value, Tensor)
+            for name in tensors
         ]
         self.body = ast.parse("\n".join(lines)).body
         head, end, code = kernel.src.partition("):")
-        for name, value in args.items():
-            if isinstance(value, Tensor) and _is_fp8(value):
-                end += f"\n    {name} = {name}.to(tl.pointer_type(tl.uint8))"
+        for name in (name for name, x in tensors.items() if _is_fp8(x)):
+            end += f"\n    {name} = {name}.to(tl.pointer_type(tl.uint8))"
         for parameter in self.params:
             if isinstance(args.get(parameter.name), float):
                 parameter.is_constexpr = True
@@ -115,7 +120,7 @@ def add_launch(
     if key not in known:
         others = {name: value for name, value in options.items() if name not in constants}
         only = {_FUSION: others.pop(_FUSION)} if _FUSION in others else {}
-        outline = _outline(kernel, dict(zip(kernel.arg_names, args, strict=False)), constants, only)
+        outline = Outline(kernel, dict(zip(kernel.arg_names, args, strict=False)), constants, only)
         known[key] = triton.autotune([triton.Config({}, **others)], key=[])(outline)
     writes = known[key].fn.writes
     named = zip(kernel.arg_names, args, strict=False)
@@ -150,26 +155,6 @@ def _is_dense(x: Tensor) -> bool:
     return statically_known_true(x.storage_offset() == 0)
 
 
-def _outline(
-    kernel: JITFunction,
-    args: dict[str, Any],
-    constants: dict[str, Any],
-    options: dict[str, Any],
-) -> Outline:
-    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
-    dtypes = {n: torch.uint8 if _is_fp8(x) else x.dtype for n, x in tensors.items()}
-    with _disable_current_modes():  # the analysis wants tensors with an address
-        real = {name: torch.empty(2, dtype=dtype) for name, dtype in dtypes.items()}
-        places = (
-            kernel_side_table.add_kernel(kernel),
-            kernel_side_table.add_constant_args(constants),
-        )
-        writes = {*get_mutated_tensors(*places, args | real, {})}
-    # torch takes all tensors for written if its analysis fails.
-    assert writes != dtypes.keys(), f"torch cannot tell which tensors {kernel.__name__} writes"
-    return Outline(kernel, args, writes, options)
-
-
 _MOST = 4096
 """Launches remembered per kernel, a bound for runs whose token counts never repeat."""
 
@@ -182,6 +167,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         end: int | None = self.__dict__.get("_end")  # of the arguments that choose the binary
 
         def launch(*args: Any, **options: Any) -> None:
+            options.setdefault(_FUSION, True)  # releases of Triton have different defaults
             if args[0].__class__ is FunctionalTensor:
                 add_launch(self, grid, args, options)
                 return

@@ -27,9 +27,10 @@ from torch_fp8.kernels.cast_launch import (
     registers,
     saved_outputs,
     scale_source,
+    whole_rows,
     whole_tile,
 )
-from torch_fp8.kernels.quantize import MAX_ROW_IN_REGISTERS, ROW_CHUNK, quantize_2d
+from torch_fp8.kernels.quantize import quantize_2d
 from torch_fp8.kernels.rms_norm_kernels import (
     norm_backward_kernel,
     norm_cast_kernel,
@@ -39,7 +40,7 @@ from torch_fp8.kernels.rms_norm_kernels import (
 from torch_fp8.quantization.payload_shape import Layouts, is_known
 
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
-PLAIN_TILE = 32, 256, 8
+PLAIN_TILE = Tile(32, 256, 8)
 
 # A band of rows is read from memory only once if all active bands fit in the L2 cache: 36 MiB of an
 # H200's 50, one band on each of 132 multiprocessors, 16 warps with more than 64 registers.
@@ -66,38 +67,34 @@ def rms_norm_statistics(
     Args:
         slot: () int32 bits of an amax to raise and return, or None for a new one from 0.
     """
-    x, weight, eps, offset, out_dtype = inputs
+    x, weight, eps, _, out_dtype = inputs
     rows, cols = x.shape
     rstd = x.new_empty(rows, dtype=torch.float32)
     largest = amax_bits(x) if slot is None else slot
     saved = saved_outputs(x, save)
     if not x.numel():
         return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), *saved
-    in_registers = cols <= MAX_ROW_IN_REGISTERS
-    block_c = max(next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
-    block_r = max(1, 4096 // block_c)  # several short rows: 32 elements per thread
-    statistics_kernel[(cdiv(rows, block_r),)](
+    tile = whole_rows(cols, BLOCK)
+    statistics_kernel[(cdiv(rows, tile.rows),)](
         x,
         weight,
         rstd,
         largest,
         *pointers(saved, x),
-        *x.stride(),
-        weight.stride(0),
-        rows,
-        cols,
-        1.0 / cols,
-        eps,
-        offset,
+        *_numbers(inputs),
         OUT=TYPES[out_dtype],
         SAVE=save,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        IN_REGISTERS=in_registers,
-        num_warps=max(4, block_c // 1024),
+        IN_REGISTERS=tile.cols >= cols,
+        **tile.options,
         enable_fp_fusion=False,
     )
     return rstd, largest.view(torch.float32), *saved
+
+
+def _numbers(inputs: NormInputs) -> tuple[float, ...]:
+    """Return the strides, sizes and constants of a kernel that computes statistics."""
+    x, weight, eps, offset, _ = inputs
+    return (*x.stride(), weight.stride(0), *x.shape, 1.0 / x.shape[1], eps, offset)
 
 
 def rms_norm(norm: NormWithRstd) -> Tensor:
@@ -119,14 +116,13 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
 def _tiles(norm: NormWithRstd, options: CastOptions | None, layouts: Layouts) -> None:
     """Fill the layouts; without `options`, write the plain result into the first of them."""
     x, weight, rstd, offset, out_dtype = norm
-    rows, cols = x.shape
     slot = amax_slot(options)
-    block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
+    tile = Tile(BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
     if slot is not None:  # one more value per element: too many registers for a whole tile
-        block_r, warps = block_r // 2, warps // 2
+        tile = Tile(BLOCK // 2, BLOCK, TILE_WARPS // 2)
     by_columns = options is not None and options.granularity == "block_1x128" and options.columnwise
     if x.numel():
-        norm_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+        norm_cast_kernel[tile.grid(x)](
             x,
             weight,
             rstd,
@@ -135,16 +131,13 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, layouts: Layouts) ->
             *x.stride(),
             weight.stride(0),
             rstd.stride(0),
-            rows,
-            cols,
+            *x.shape,
             offset,
             OUT=TYPES[out_dtype],
             AMAX=slot is not None,
             **fused_flags(options, layouts),
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            num_warps=warps,
-            maxnreg=registers(warps) if by_columns else None,
+            **tile.options,
+            maxnreg=registers(tile.warps) if by_columns else None,
             enable_fp_fusion=False,
         )
 
@@ -181,36 +174,27 @@ def _bands(
     inputs: NormInputs, options: CastOptions, save: bool, whole: Tile | None
 ) -> tuple[Tensor | None, ...]:
     """Compute and cast bands of whole rows, or all rows in the single tile `whole`."""
-    x, weight, eps, offset, out_dtype = inputs
-    rows, cols = x.shape
+    x, weight, _, _, out_dtype = inputs
     layouts, saved = options.new_layouts(x), saved_outputs(x, save)
-    rstd, slot = x.new_empty(rows, dtype=torch.float32), amax_slot(options)
+    rstd, slot = x.new_empty(x.shape[0], dtype=torch.float32), amax_slot(options)
     band = BAND_ROWS[options.granularity]
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
-    band, block_c, warps = whole or (band, BLOCK if band == BLOCK else BAND_COLS, warps)
-    norm_cast_once_kernel[(cdiv(rows, band),)](
+    tile = whole or Tile(band, BLOCK if band == BLOCK else BAND_COLS, warps)
+    norm_cast_once_kernel[(cdiv(x.shape[0], tile.rows),)](
         x,
         weight,
         rstd,
         *pointers((slot, *saved), weight),
         scale_source(options, weight),
         *pointers(layouts, weight),
-        *x.stride(),
-        weight.stride(0),
-        rows,
-        cols,
-        1.0 / cols,
-        eps,
-        offset,
+        *_numbers(inputs),
         OUT=TYPES[out_dtype],
         **fused_flags(options, layouts, whole is not None),
         SAVE=save,
         AMAX=slot is not None,
-        BLOCK_R=band,
-        BLOCK_C=block_c,
-        num_warps=warps,
-        maxnreg=registers(warps) if whole else None,
+        **tile.options,
+        maxnreg=registers(tile.warps) if whole else None,
         enable_fp_fusion=False,
     )
     return (*layouts, rstd, *saved)
@@ -228,6 +212,7 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     chunk = ODD_CHUNK if odd else WIDE_CHUNK
     block_c = chunk if wide else max(next_power_of_2(cols), BLOCK)
     block_r = WIDE_ROWS if wide else max(1, 2048 // block_c)
+    tile = Tile(block_r, block_c, max(4, block_r * block_c // 512))
     rows_per_slab = cdiv(cdiv(rows, BACKWARD_SLABS), block_r) * block_r
     # A symbolic number that may be 1 would add a guard, so some slabs have no rows then.
     slabs = cdiv(rows, rows_per_slab) if is_known(rows) else BACKWARD_SLABS
@@ -247,17 +232,14 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
         *(x_scale.stride() if x_scale is not None else (0, 0)),
         weight.stride(0),
         rstd.stride(0),
-        rows,
-        cols,
+        *grad.shape,
         rows_per_slab,
         1.0 / cols,
         offset,
         SAVED=saved,
         WEIGHT_GRAD=weight_grad,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
         WIDE=wide,
-        num_warps=max(4, block_r * block_c // 512),
+        **tile.options,
         enable_fp_fusion=False,
     )
     return dx, partial.sum(0) if weight_grad else partial

@@ -89,6 +89,5 @@ def cast_side_by_side(
         E5M2=format_of(dtype).has_inf,
         BLOCK=BLOCK,
         num_warps=TILE_WARPS,
-        enable_fp_fusion=True,
     )
     return out, scale

@@ -13,18 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.cast_launch import (
-    BLOCK,
-    amax_slot,
-    cdiv,
-    fused_flags,
-    pointers,
-    scale_source,
-)
+from torch_fp8.kernels.cast_launch import amax_slot, fused_flags, pointers, scale_source
 from torch_fp8.kernels.fp8_cast import abs_bits
 from torch_fp8.kernels.quantize import partial_column_amaxes, quantize_2d
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.swiglu import is_fused, swiglu_save, tile
+from torch_fp8.kernels.swiglu import is_fused, swiglu_save, tile_of
 from torch_fp8.kernels.tiles import load_tile, push_amax, store_cast, tile_at
 from torch_fp8.quantization.scaling import SMOOTH_RANGE
 
@@ -137,7 +130,6 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             RANGE=SMOOTH_RANGE,
             BLOCK=FACTORS,
             num_warps=4,
-            enable_fp_fusion=True,
         )
     return s, inverse, smoothed.view(torch.float32)
 
@@ -146,22 +138,17 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
     """See `torch_fp8.ops.smooth.quantize_columns`."""
     if not is_fused(options, x):
         return quantize_2d((x.float() * factors).contiguous(), options)
-    rows, cols = x.shape
     layouts = options.new_layouts(x)
-    block_r, warps = tile(options)
-    quantize_columns_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
+    tile = tile_of(options)
+    quantize_columns_kernel[tile.grid(x)](
         x,
         factors,
         scale_source(options, x),
         *pointers((amax_slot(options), *layouts), x),
         *x.stride(),
-        rows,
-        cols,
+        *x.shape,
         AMAX=options.raises_amax,
         **fused_flags(options, layouts),
-        BLOCK_R=block_r,
-        BLOCK_C=BLOCK,
-        num_warps=warps,
-        enable_fp_fusion=True,
+        **tile.options,
     )
     return layouts

@@ -22,7 +22,6 @@ from torch_fp8.kernels.cast_launch import (
     Tile,
     amax_bits,
     amax_slot,
-    cdiv,
     fits_tiles,
     fused_flags,
     pointers,
@@ -109,7 +108,7 @@ def swiglu_cast_kernel(
 
 
 # Tile without a column layout: 16 elements of each operand for each of 256 threads.
-ROWS, WARPS = 32, 8
+ROW_TILE = Tile(32, BLOCK, 8)
 
 # Column groups of 128 need tiles of 128 rows. Other column layouts use 64 rows, 64 contiguous bytes
 # of a transposed store, and as many warps as it takes to avoid spills.
@@ -170,12 +169,10 @@ def _launch(
         largest: int32 bits of the amax, (), or of the columns' amaxes, (C,); or None.
         whole: tile that holds the whole result, or None.
     """
-    rows, cols = gate.shape
     saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
-    block_r, warps = tile(options)
-    block_r, block_c, warps = whole or (block_r, BLOCK, warps)
+    tile = whole or tile_of(options)
     if gate.numel():
-        swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+        swiglu_cast_kernel[tile.grid(gate)](
             gate,
             up,
             *pointers((smooth, largest, *saved), gate),
@@ -184,16 +181,13 @@ def _launch(
             *gate.stride(),
             *up.stride(),
             0 if smooth is None else smooth.stride(0),
-            rows,
-            cols,
+            *gate.shape,
             OUT=TYPES[gate.dtype],
             SMOOTH=smooth is not None,
             SAVE=save,
             AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
             **fused_flags(options, layouts, whole is not None),
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            num_warps=warps,
+            **tile.options,
             enable_fp_fusion=False,
         )
     return saved
@@ -206,18 +200,16 @@ def is_fused(options: CastOptions, *inputs: Tensor) -> bool:
     (division takes five steps), the column layout alone, and float32 inputs. No recipe needs the
     first two.
     """
-    whole = options.granularity in WHOLE_TILES and options.columnwise
-    square = options.granularity == "block_128x128"
-    common = square or (options.rowwise and options.power_of_two)
+    common = options.granularity == "block_128x128" or (options.rowwise and options.power_of_two)
     common = common and inputs[0].dtype != torch.float32
+    whole = options.granularity in WHOLE_TILES and options.columnwise
     return fits_tiles(options, *inputs) and (common or not whole)
 
 
-def tile(options: CastOptions | None) -> tuple[int, int]:
-    """Return the rows and warps of a tile."""
-    granularity = "" if options is None else options.granularity
-    if options is None or (granularity != "block_128x128" and not options.columnwise):
-        return ROWS, WARPS
-    if granularity in WHOLE_TILES:
-        return BLOCK, TILE_WARPS
-    return COLUMN_ROWS, WARPS if granularity == "tensorwise" else TILE_WARPS
+def tile_of(options: CastOptions | None) -> Tile:
+    """Return the tile of a launch."""
+    if options is None or (options.granularity != "block_128x128" and not options.columnwise):
+        return ROW_TILE
+    if options.granularity in WHOLE_TILES:
+        return Tile(BLOCK, BLOCK, TILE_WARPS)
+    return Tile(COLUMN_ROWS, BLOCK, 8 if options.granularity == "tensorwise" else TILE_WARPS)

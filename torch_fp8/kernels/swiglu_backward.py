@@ -24,7 +24,6 @@ from torch_fp8.kernels.cast_launch import (
     TYPES,
     amax_bits,
     amax_slot,
-    cdiv,
     fused_flags,
     pointers,
     scale_source,
@@ -32,7 +31,7 @@ from torch_fp8.kernels.cast_launch import (
 from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.quantize import quantize_2d
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
+from torch_fp8.kernels.swiglu import ROW_TILE, is_fused, tile_of
 from torch_fp8.kernels.tiles import (
     load_saved,
     load_tile,
@@ -149,18 +148,21 @@ def swiglu_backward_cast_kernel(
             )
 
 
+_NOTHING: Layouts = (None, None, None, None)
+
+
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward`."""
     grad, dtype = inputs.grad, inputs.out_dtype
     dgate, dup = grad.new_empty(grad.shape, dtype=dtype), grad.new_empty(grad.shape, dtype=dtype)
-    _store_gradients(inputs, dgate, dup)
+    _launch(inputs, (dgate, *_NOTHING[1:], dup, *_NOTHING[1:]))
     return dgate, dup
 
 
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_amax`."""
     largest = amax_bits(inputs.grad, 2)
-    _store_gradients(inputs, None, None, largest)
+    _launch(inputs, _NOTHING * 2, largest=largest)
     return largest.view(torch.float32)
 
 
@@ -174,7 +176,7 @@ def swiglu_backward_quantize(
     grad, casts = inputs.grad, options.of_gradients(dup_scale, dup_amax)
     if _casts_at_once(inputs, options):
         layouts = tuple(t for cast in casts for t in cast.new_layouts(grad))
-        _launch(inputs, casts, layouts)
+        _launch(inputs, layouts, casts)
         return layouts
     gradients = swiglu_backward(inputs)
     return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in quantize_2d(d, cast))
@@ -184,14 +186,14 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward`."""
     rows, cols = inputs.grad.shape
     both = inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
-    _store_gradients(inputs, both, None, joined=_starts(cols, gate_first))
+    _launch(inputs, (both, *_NOTHING[1:], *_NOTHING), joined=_starts(cols, gate_first))
     return both
 
 
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward_amax`."""
     largest = amax_bits(inputs.grad)
-    _store_gradients(inputs, None, None, largest, joined=(0, 0))
+    _launch(inputs, _NOTHING * 2, largest=largest, joined=(0, 0))
     return largest.view(torch.float32)
 
 
@@ -206,7 +208,7 @@ def gate_up_backward_quantize(
         return quantize_2d(gate_up_backward(inputs, gate_first), options)
     layouts = options.new_layouts(grad, 2 * grad.shape[1])
     casts = (options, options._replace(scale=None, amax=None))
-    _launch(inputs, casts, (*layouts, *[None] * 4), joined=_starts(grad.shape[1], gate_first))
+    _launch(inputs, (*layouts, *_NOTHING), casts, joined=_starts(grad.shape[1], gate_first))
     return layouts
 
 
@@ -221,40 +223,27 @@ def _casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
     Registers cannot hold both for a tile of 128 rows.
     """
     fits = is_fused(options, inputs.grad, inputs.gate, inputs.up)
-    return fits and tile(options)[0] < BLOCK
-
-
-def _store_gradients(
-    inputs: BackwardInputs,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    largest: Tensor | None = None,
-    joined: tuple[int, int] | None = None,
-) -> None:
-    """Store both gradients unless None, without a cast; see `_launch`."""
-    others = (None, None, None)
-    _launch(inputs, (None, None), (dgate, *others, dup, *others), largest, joined)
+    return fits and tile_of(options).rows < BLOCK
 
 
 def _launch(
     inputs: BackwardInputs,
-    casts: Sequence[CastOptions | None],
     layouts: Sequence[Tensor | None],
+    casts: Sequence[CastOptions | None] = (None, None),
     largest: Tensor | None = None,
     joined: tuple[int, int] | None = None,
 ) -> None:
     """Fill the layouts of both gradients and raise their amaxes in one launch.
 
     Args:
-        casts: cast options of dgate and dup, which differ only in scale and amax; or None twice.
         layouts: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, of one matrix, then None.
             Without `casts`, each q is the plain gradient or None.
+        casts: cast options of dgate and dup, which differ only in scale and amax; or None twice.
         largest: int32 bits of the amaxes to raise without `casts`, (2,), or if `joined` of one for
             both, (); or None.
         joined: first columns of dgate and dup, if both are parts of one matrix; else None.
     """
     grad, gate, gate_scale, up, up_scale, out_dtype = inputs
-    rows, cols = grad.shape
     if not grad.numel():
         return
     strides = [*grad.stride()]
@@ -264,13 +253,12 @@ def _launch(
     if largest is not None:
         slots = [largest, None]
     both = slots[0] is not None
-    swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
+    swiglu_backward_cast_kernel[ROW_TILE.grid(grad)](
         *pointers((grad, gate, gate_scale, up, up_scale), grad),
         *(scale_source(cast, grad) for cast in casts),
         *pointers((*slots, *layouts), grad),
         *strides,
-        rows,
-        cols,
+        *grad.shape,
         *(joined or (0, 0)),
         OUT=TYPES[out_dtype],
         GATE_SAVED=gate_scale is not None,
@@ -278,8 +266,6 @@ def _launch(
         JOINED=joined is not None,
         AMAX="pair" if largest is not None and largest.ndim else "both" if both else "",
         **fused_flags(casts[0], layouts),
-        BLOCK_R=ROWS,
-        BLOCK_C=BLOCK,
-        num_warps=WARPS,
+        **ROW_TILE.options,
         enable_fp_fusion=False,
     )

@@ -77,17 +77,15 @@ def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -
         columns: number of columns of the result, at least R.
         after: a tensor that the kernel takes and does not read, or None.
     """
-    x, (rows, cols) = qdata.contiguous(), qdata.shape
+    x, cols = qdata.contiguous(), qdata.shape[1]
     out = x.new_empty((cols, columns))
     if out.numel():
         transpose_kernel[(cdiv(columns, BLOCK), cdiv(cols, BLOCK))](
             *pointers((x, out, after), x),
-            rows,
-            cols,
+            *x.shape,
             columns,
             BLOCK=BLOCK,
             WHOLE=cols % 16 == 0 and columns % 16 == 0,
             num_warps=WARPS,
-            enable_fp_fusion=True,
         )
     return out

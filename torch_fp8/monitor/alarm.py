@@ -132,15 +132,6 @@ class LossSpikes:
         return loss > middle + max(self.DEVIATIONS * spread, self.LEAST * abs(middle))
 
 
-_TOLD = 100
-"""The interval at which consecutive spikes are reported after the first one."""
-
-
-def is_told(spikes: int) -> bool:
-    """Return whether the last of this many consecutive spikes is reported."""
-    return spikes == 1 or (spikes > 0 and spikes % _TOLD == 0)
-
-
 class Losses:
     """The losses of each step, and which of them are spikes.
 

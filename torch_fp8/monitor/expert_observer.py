@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_fp8.monitor.expert_statistics import (
-    REPLAYED,
     TOKENS,
     WORST,
     rows_statistics,
@@ -38,7 +37,7 @@ from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import stored
 
-EXPERTS, ROUTING = "experts", "routing"
+EXPERTS = "experts"
 Source: TypeAlias = Tensor | Callable[[], Tensor]
 """The source of a payload, or a function that computes it."""
 _NAMED = 8
@@ -120,9 +119,9 @@ class TokenCounter:
 
     def __init__(self, name: str, module: Float8Experts) -> None:
         self.name, self.module = name, module
-        self.size = _num_experts(module)
+        count = getattr(module, "num_experts", None)
+        self.size = count if isinstance(count, int) else _num_held(module)
         self.counts: Tensor | None = None
-        self.decisions: Tensor | None = None
 
     def add(self, top_k_index: Tensor) -> None:
         """Count a router's choice; values of E and above belong to no expert of this rank."""
@@ -142,16 +141,6 @@ class TokenCounter:
 
     def _add(self, counts: Tensor) -> None:
         self.counts = counts if self.counts is None else self.counts + counts
-
-    def add_decisions(self, differing: Tensor, decisions: Tensor) -> None:
-        """Count decisions, and those that a routing replay has changed, () each."""
-        both = torch.stack([differing, decisions]).detach()
-        self.decisions = both if self.decisions is None else self.decisions + both
-
-    def taken_share(self) -> Tensor | None:
-        """Return the share (1,) of changed decisions, and reset it, or None without a replay."""
-        both, self.decisions = self.decisions, None
-        return None if both is None else (both[0] / both[1].clamp(min=1))[None]
 
     def taken(self, device: torch.device) -> Tensor:
         """Return the counts (E,) so far, and reset them."""
@@ -203,9 +192,7 @@ class ExpertModules:
                 kinds[f"{name}/{WEIGHT}"] = WORST
             if of_weight.weight.requires_grad:
                 kinds[f"{name}/update"] = UPDATE
-        for name, _ in self._named:
-            kinds |= {f"{name}/{EXPERTS}": TOKENS, f"{name}/{ROUTING}": REPLAYED}
-        return kinds
+        return kinds | {f"{name}/{EXPERTS}": TOKENS for name, _ in self._named}
 
     def observe(self, step: Observation | None) -> None:
         """Show the GEMMs' operands to an observation from now on; None stops it."""
@@ -235,14 +222,11 @@ class ExpertModules:
             joined = torch.cat(taken)
             dist.all_reduce(joined)
             pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)
-            taken = [own if _is_parallel(c.module) else total for c, total, own in pairs]
+            taken = [total if _num_held(c.module) == c.size else own for c, total, own in pairs]
         self.counts = taken
         for counter, counts, has_counted in zip(self._counters, taken, counted, strict=True):
             if has_counted:
                 yield f"{counter.name}/{EXPERTS}", token_statistics(counts)
-            share = counter.taken_share()
-            if share is not None:
-                yield f"{counter.name}/{ROUTING}", share
 
     def empty(self) -> Iterator[tuple[str, str]]:
         """Yield (module's name, list of experts) for modules with experts without a token."""
@@ -257,13 +241,6 @@ def _source(x: Source) -> Tensor:
     return matrix(x if isinstance(x, Tensor) else x())
 
 
-def _is_parallel(module: Any) -> bool:
-    """Return whether ranks have different experts, fewer than the weight counts."""
-    return bool(getattr(module, module.fp8_weight_names[0]).shape[0] != _num_experts(module))
-
-
-def _num_experts(module: Any) -> int:
-    count = getattr(module, "num_experts", None)
-    if isinstance(count, int):
-        return count
-    return int(getattr(module, module.fp8_weight_names[0]).shape[0])
+def _num_held(module: Any) -> int:
+    """Return the number of experts that this rank has, fewer than there are if ranks differ."""
+    return len(getattr(module, module.fp8_weight_names[0]))

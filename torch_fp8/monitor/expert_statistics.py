@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.monitor.statistics import SAMPLE, decibel, half_step, one_minus_cosine
+from torch_fp8.monitor.statistics import SAMPLE, preserved, row_sums
 from torch_fp8.ops.moe_rows import group_of_rows
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import format_of
@@ -26,8 +26,6 @@ TOKENS = ("tokens_least", "tokens_most", "tokens_variation", "empty")
     tokens_variation           standard deviation over the mean of the experts' tokens
     empty                      experts without a token, counted from `ENOUGH` tokens an expert on
 """
-REPLAYED = ("differing",)
-"""The share of a router's decisions that a routing replay has changed."""
 ENOUGH = 16
 """The mean number of tokens per expert at which an expert without any is no accident."""
 _LEAST_ROWS = 16
@@ -84,21 +82,14 @@ def token_statistics(counts: Tensor) -> Tensor:
 
 
 def _row_sums(x: Tensor, payload: QuantizedTensor) -> Tensor:
-    """Return the sums of each row for the statistics, (rows, 7) float32, in parts."""
+    """Return `torch_fp8.monitor.statistics.row_sums`, (rows, 7), computed in parts."""
     step = max(1, SAMPLE // max(x.shape[1], 1))
     format = format_of(payload.qdata.dtype)
     parts = []
     for first in range(0, max(len(x), 1), step):
         some = slice(first, first + step)
-        exact, codes = x[some].float(), payload.qdata[some].float()
-        values = codes * payload.scale[some]
-        nonzero = exact != 0
-        beyond = (codes.abs() >= format.max) & (exact.abs() > values.abs() * half_step(format))
-        columns = (
-            *(nonzero, (values == 0) & nonzero, beyond, torch.ones_like(exact)),
-            *(exact.square(), values.square(), (exact - values).square()),
-        )
-        parts.append(torch.stack([column.float().sum(1) for column in columns], 1))
+        codes = payload.qdata[some].float()
+        parts.append(row_sums(x[some].float(), codes, codes * payload.scale[some], format))
     return torch.cat(parts)
 
 
@@ -115,14 +106,7 @@ def _worst(
         experts: the number of experts, E.
     """
     joined = sums.new_zeros(experts + 1, sums.shape[1]).index_add_(0, group, sums)[:experts]
-    nonzero, flushed, beyond, count, signal, power, noise = joined.unbind(1)
-    return torch.stack(
-        [
-            x.abs().amax().float(),
-            payload.scale.amax().float(),
-            (flushed / nonzero.clamp(min=1)).amax(),
-            (beyond / count.clamp(min=1)).amax(),
-            decibel(signal, noise).amin(),
-            one_minus_cosine(signal.sqrt(), power.sqrt(), noise).amax(),
-        ]
-    )
+    underflow, saturation, sqnr, error = preserved(joined)
+    amax, scale = x.abs().amax().float(), payload.scale.amax().float()
+    worst = underflow.amax(), saturation.amax(), sqnr.amin(), error.amax()
+    return torch.stack([amax, scale, *worst])

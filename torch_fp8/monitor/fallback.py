@@ -42,7 +42,13 @@ class Fallback:
         if config.on_alarm in RECIPES:
             self._finer = recipe_of(config, config.on_alarm)
             for name, layer in layers:
-                _check_finer(name, layer, config)
+                if isinstance(layer.weight, DTensor):
+                    raise ValueError(
+                        f"FP8Config(on_alarm={config.on_alarm!r}): the weight of '{name}' is "
+                        f"sharded, and is gathered for recipe {layer.fp8.recipe.name!r}; use "
+                        "on_alarm='bf16'"
+                    )
+                check_device(layer.weight.device, config.on_alarm, config.emulate)
 
     def judge(self, step: int, crossed: Iterable[Crossing]) -> list[dict[str, Any]]:
         """Let layers fall back and return after a measured step; return the events.
@@ -113,15 +119,6 @@ class Fallback:
         self.fallen = {n: dict(s) for n, s in state["fallen"].items() if n in known}
         self.times = {n: int(t) for n, t in state["times"].items() if n in known}
         self.apply()
-
-
-def _check_finer(name: str, layer: Float8Layer, config: FP8Config) -> None:
-    if isinstance(layer.weight, DTensor):
-        raise ValueError(
-            f"FP8Config(on_alarm={config.on_alarm!r}): the weight of '{name}' is sharded, and is "
-            f"gathered for recipe {layer.fp8.recipe.name!r}; use on_alarm='bf16'"
-        )
-    check_device(layer.weight.device, config.on_alarm, config.emulate)
 
 
 def pause(layer: Float8Layer) -> None:

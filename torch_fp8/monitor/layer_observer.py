@@ -141,10 +141,10 @@ class LayerObserver:
         with apart(), guarded(self.step.failed):
             first = 0
             if isinstance(x, QuantizableTensor):
-                produced = x.before_cast(row, col)
+                produced = x.before_cast((row, col))
                 if produced is None:
                     return
-                x, row, col, first = produced
+                x, (row, col), first = produced
             x = matrix(x)
             if not x.numel():
                 return
@@ -178,14 +178,10 @@ class LayerObserver:
     def before_paused(self, layer: Float8Layer, args: Any) -> None:
         """Observe input and weight before the forward of a paused layer."""
         if trains() and args:
-            recipe, factors = layer.fp8.recipe, None
-            with apart(), guarded(self.step.failed):
-                x, weight = matrix(args[0]), matrix(layer.weight)
-                if x.numel() and recipe.smooth:
-                    factors = smooth_factors(column_amax(x))[0]
-                self._look_as_if(INPUT, x if factors is None else x * factors, recipe.input)
-                if layer.frozen_weight is None:
-                    self._look_as_if(WEIGHT, weight, recipe.weight)
+            recipe = layer.fp8.recipe
+            self._look_as_if(INPUT, args[0], recipe.input, recipe.smooth)
+            if layer.frozen_weight is None:
+                self._look_as_if(WEIGHT, layer.weight, recipe.weight)
 
     def after_paused(self, layer: Float8Layer, args: Any, output: Any) -> None:
         """Register an observation of the gradient of a paused layer's output."""
@@ -193,11 +189,12 @@ class LayerObserver:
             spec = layer.fp8.recipe.grad_output
             output.register_hook(lambda grad: self._look_as_if(GRAD_OUTPUT, grad, spec))
 
-    def _look_as_if(self, kind: str, x: Tensor, spec: Any) -> None:
+    def _look_as_if(self, kind: str, x: Tensor, spec: Any, smooth: bool = False) -> None:
         if self.step.goes_on and f"{self.name}/{kind}" not in self.seen:
             with apart(), guarded(self.step.failed):
                 x = matrix(x)
                 if x.numel():
+                    x = x * smooth_factors(column_amax(x))[0] if smooth else x
                     self._look(kind, x, quantize(x, spec), None)
 
     def __reduce__(self) -> Any:
@@ -227,7 +224,7 @@ def matrix(x: Tensor) -> Tensor:
     """Return this rank's values of a tensor as (R, C), without changing the tensor."""
     x = waited(local(x))
     if isinstance(x, QuantizableTensor):
-        value = x.before_cast(None, None)
+        value = x.before_cast((None, None))
         return x.matrix() if value is None else value[0]
     return x.reshape(-1, x.shape[-1])  # not detached: that counts as a use of a weight
 

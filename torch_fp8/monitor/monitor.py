@@ -13,6 +13,7 @@ The monitor never stops a run: an error in it becomes one warning with the reaso
 that it could not measure are missing.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,15 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.monitor.alarm import (
-    DEFAULT_BOUNDS,
-    Bound,
-    Crossing,
-    Losses,
-    crossings,
-    is_told,
-    layer_of,
-)
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, Losses, crossings, layer_of
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
 from torch_fp8.monitor.fallback import Fallback
@@ -41,19 +34,21 @@ from torch_fp8.monitor.observer import Observer, hook_step
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
-    is_compiled,
     kinds_of,
-    logits_layer,
     look_at_gated_mlps,
     look_at_histories,
     look_at_saturation,
     look_at_updates,
-    trained,
 )
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series
+from torch_fp8.nn.class_swap import without_compiler
+from torch_fp8.nn.layer_filter import output_layer
 from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.argument_types import check_arguments
+
+_REPORTED = 100
+"""The interval at which consecutive spikes are reported after the first one."""
 
 
 class Monitor:
@@ -105,18 +100,23 @@ class Monitor:
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
         self._experts = ExpertModules(model)
-        self._trained = [*trained(self._layers), *trained(self._experts.weights)]
+        weights: list[tuple[str, Any]] = [*self._layers, *self._experts.weights]
+        self._trained = [(name, owner) for name, owner in weights if owner.weight.requires_grad]
         kinds = kinds_of(self._layers, self._mlps, config.monitor_probes)
         self.series = Series(kinds | self._experts.kinds())
         self.fallback = Fallback(self._layers, self._mlps, config)
+        head = output_layer(model) or getattr(model, "lm_head", None)
         self._observer = Observer(
             self._layers,
             self._experts,
             clip_search="clip_search" in config.monitor_probes,
-            head=logits_layer(model) if "logit_sharpness" in config.monitor_probes else None,
+            head=head if "logit_sharpness" in config.monitor_probes else None,
             failed=self._events.failed,
         )
-        self._eager = any(is_compiled(module) for module in model.modules())
+        self._eager = any(
+            getattr(module, "_compiled_call_impl", None) or without_compiler(module) is not module
+            for module in model.modules()
+        )
         self._losses = Losses()
         self._reported: dict[str, Tensor] = {}
         self._spiked_at = 0
@@ -180,7 +180,6 @@ class Monitor:
         self._experts.remove()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         self.flush()
         self.fallback.undo()
 
@@ -256,14 +255,14 @@ class Monitor:
         vector = self.series.vector({}, self._device)
         with guarded(self._events.failed):
             vector = self.series.vector(seen, self._device)
-        values = self.series.joined(vector)
-        return self.series.named(values)
+        pairs = zip(self.series.names, self.series.joined(vector), strict=True)
+        return {name: value for name, value in pairs if not math.isnan(value)}
 
     def _measure_losses(self) -> None:
         """Fetch the losses since the last time, and report the first of consecutive spikes."""
         for step, loss, spikes in self._losses.fetch():
             self._spiked_at = step if spikes else self._spiked_at
-            if is_told(spikes):
+            if spikes == 1 or (spikes and spikes % _REPORTED == 0):
                 more = f", as are the {spikes - 1} before it" if spikes > 1 else ""
                 what = f"the loss of step {step} is {loss:.4g}, far above the last ones{more}"
                 self._events.note(step, {"event": "loss_spike", "layer": "", "what": what})

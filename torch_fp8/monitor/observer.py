@@ -32,12 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_fp8.monitor.expert_observer import ExpertModules
-from torch_fp8.monitor.layer_observer import (
-    LayerObserver,
-    Observation,
-    matrix,
-    trains,
-)
+from torch_fp8.monitor.layer_observer import LayerObserver, Observation, matrix, trains
 from torch_fp8.monitor.statistics import logit_sharpness
 from torch_fp8.nn.linear import Float8Layer, is_paused
 
@@ -82,9 +77,9 @@ class Observer:
             of_layer = LayerObserver(step, name, layer, step.seen)
             layer.fp8.observe(of_layer)
             if is_paused(layer):
-                hooks = Hook(of_layer.before_paused), Hook(of_layer.after_paused)
-                self._handles.append(layer.register_forward_pre_hook(hooks[0]))
-                self._handles.append(layer.register_forward_hook(hooks[1]))
+                before, after = Hook(of_layer.before_paused), Hook(of_layer.after_paused)
+                self._handles.append(layer.register_forward_pre_hook(before))
+                self._handles.append(layer.register_forward_hook(after))
         self.experts.observe(step)
         if self.head is not None:
             self._handles.append(self.head.register_forward_hook(Hook(self._after_head)))
@@ -112,12 +107,10 @@ class Observer:
     def _after_head(self, head: nn.Module, args: Any, output: Any) -> None:
         if not (trains() and isinstance(output, Tensor) and output.requires_grad):
             return
-        logits, step = output.detach(), self.step
-
-        def on_gradient(grad: Tensor) -> None:
-            step.look("logits", lambda: logit_sharpness(matrix(logits), matrix(grad)))
-
-        output.register_hook(on_gradient)
+        logits, look = output.detach(), self.step.look
+        output.register_hook(
+            lambda grad: look("logits", lambda: logit_sharpness(matrix(logits), matrix(grad)))
+        )
 
     @property
     def seen(self) -> dict[str, Tensor]:

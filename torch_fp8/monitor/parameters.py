@@ -22,7 +22,7 @@ from torch_fp8.monitor.statistics import (
     left_out,
     update_statistics,
 )
-from torch_fp8.nn.class_swap import unwrapped_name, without_compiler
+from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer, is_paused
@@ -41,11 +41,6 @@ def fp8_layers(model: nn.Module) -> Layers:
     return [(unwrapped_name(n), m) for n, m in named if isinstance(m, Float8Layer)]
 
 
-def trained(layers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the layers, or expert weights, whose weights require gradients."""
-    return [(name, layer) for name, layer in layers if layer.weight.requires_grad]
-
-
 def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield how many amaxes each layer's histories have left out since the last call.
 
@@ -60,10 +55,8 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
             reported.pop(name, None)  # its histories will start again
             continue
         history = scaling_buffers(layer)[0]
-        before = reported.get(name, torch.zeros(len(LEFT_OUT), dtype=torch.float32)).to(
-            history.device
-        )
-        counts, reported[name] = left_out(history, before)
+        before = reported.get(name, torch.zeros(len(LEFT_OUT), dtype=torch.float32, device="cpu"))
+        counts, reported[name] = left_out(history, before.to(history.device))
         yield f"{name}/history", counts
 
 
@@ -146,18 +139,15 @@ def look_at_gated_mlps(mlps: GatedMLPs) -> Iterator[tuple[str, Tensor]]:
 def _aligned(module: nn.Module, spec: GatedMLPSpec) -> tuple[Tensor, Tensor] | None:
     """Return gate's and up's weights with a row for each channel, or None if unavailable."""
     layers = [getattr(module, name) for name in spec.inputs]
-    weights = [getattr(layer, "weight", None) for layer in layers]
-    if not all(isinstance(w, nn.Parameter) and w.requires_grad for w in weights):
+    weights: list[Any] = [getattr(layer, "weight", None) for layer in layers]
+    is_trained = all(isinstance(w, nn.Parameter) and w.requires_grad for w in weights)
+    if not is_trained or getattr(layers[0], "fp8_transposed", False):
         return None
-    if getattr(layers[0], "fp8_transposed", False):
-        return None
-    tensors = [local(w).detach() for w in weights if w is not None]
-    if len(tensors) == 2:
-        return tensors[0], tensors[1]
-    if isinstance(weights[0], DTensor):
+    if len(weights) == 1 and isinstance(weights[0], DTensor):
         return None  # this rank's rows of gate and up belong to different channels
-    first, second = tensors[0].chunk(2)
-    return first, second
+    tensors = [local(w).detach() for w in weights]
+    gate, up = tensors if len(tensors) == 2 else tensors[0].chunk(2)
+    return gate, up
 
 
 def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -180,16 +170,3 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
     if "logit_sharpness" in probes:
         kinds["logits"] = SHARPNESS
     return kinds
-
-
-def logits_layer(model: nn.Module) -> nn.Module | None:
-    """Return the layer whose output is the logits."""
-    get = getattr(model, "get_output_embeddings", None)
-    layer = get() if callable(get) else getattr(model, "lm_head", None)
-    return layer if isinstance(layer, nn.Module) else None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs a module."""
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or without_compiler(module) is not module

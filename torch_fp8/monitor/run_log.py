@@ -10,7 +10,6 @@ count. A truncated last line is ignored.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,31 +56,21 @@ class RunLog:
             self._begun = True
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines.insert(0, _line({**self._header, "since": self.since}))
-            if _was_cut_off(self.path):
-                lines.insert(0, "")
+            if self.path.exists():
+                lines.insert(0, "")  # ends a line that was cut off
         with self.path.open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
 
 
-def _was_cut_off(path: Path) -> bool:
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+_CONSTANTS = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
 
 
 def _line(value: Any) -> str:
-    return json.dumps(_rounded(value), separators=(",", ":"))
+    """Return a value as JSON, with rounded numbers, and without constants that are not JSON."""
+    exact = json.dumps(value)
+    value = json.loads(exact, parse_float=_rounded, parse_constant=_CONSTANTS.__getitem__)
+    return json.dumps(value, separators=(",", ":"))
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {key: _rounded(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(v) for v in value]
-    return value
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.5g}")

@@ -68,8 +68,3 @@ class Series:
             vector = torch.where(signs == 0, mean, extreme)
         fetched: list[float] = vector.tolist()
         return fetched
-
-    def named(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the measured numbers by name."""
-        pairs = zip(self.names, values, strict=True)
-        return {name: value for name, value in pairs if not math.isnan(value)}

@@ -61,9 +61,7 @@ REDUCTIONS = {
     **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
     **dict.fromkeys(("tokens_most", "tokens_variation", "empty"), "max"),
     "tokens_least": "min",
-    **dict.fromkeys(
-        ("underflow", "clip", "alignment_mean", "sharpness", "loss", "differing"), "mean"
-    ),
+    **dict.fromkeys(("underflow", "clip", "alignment_mean", "sharpness", "loss"), "mean"),
     "sqnr": "min",
 }
 """How ranks combine each statistic: the worst value, or the mean."""
@@ -101,25 +99,43 @@ def operand_statistics(
         for part in rows or [slice(0, matrix.shape[0])]
     ]
     codes, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    noise = (exact - values).square().sum()
     power = exact.square()
-    signal, fourth = power.sum(), power.square().mean()
-    nonzero = exact != 0
-    flushed = ((values == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
-    format = format_of(payload.qdata.dtype)
-    beyond = (codes.abs() >= format.max) & (exact.abs() > values.abs() * half_step(format))
     median = columns.median().clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.stack(
-        [
-            amax,
-            payload.scale.amax().float(),
-            flushed.float(),
-            beyond.float().mean(),
-            decibel(signal, noise),
-            direction_error(exact, values),
-            torch.where(amax == 0, 1.0, amax / median),
-            torch.where(signal == 0, 0.0, fourth / power.mean().square()),
-        ]
+    outliers = torch.where(amax == 0, 1.0, amax / median)
+    kurtosis = torch.where(amax == 0, 0.0, power.square().mean() / power.mean().square())
+    sums = row_sums(exact, codes, values, format_of(payload.qdata.dtype)).sum(0)
+    shares_and_sqnr, error = preserved(sums)[:3], direction_error(exact, values)  # more exact
+    scale = payload.scale.amax().float()
+    return torch.stack([amax, scale, *shares_and_sqnr, error, outliers, kurtosis])
+
+
+def row_sums(exact: Tensor, codes: Tensor, values: Tensor, format: Format) -> Tensor:
+    """Return the sums of each row from which `preserved` computes statistics, (R, 7) float32.
+
+    Args:
+        exact: (R, C) float32, the source.
+        codes, values: (R, C) float32, its codes, and the codes times their scales.
+        format: the format of the codes.
+    """
+    nonzero = exact != 0
+    # Rounding to the largest number may reduce a value by half a step.
+    half_step = 1.1 if format.max > 1000 else _ROUNDED
+    beyond = (codes.abs() >= format.max) & (exact.abs() > values.abs() * half_step)
+    columns = (
+        *(nonzero, (values == 0) & nonzero, beyond, torch.ones_like(exact)),
+        *(exact.square(), values.square(), (exact - values).square()),
+    )
+    return torch.stack([column.sum(1, dtype=torch.float32) for column in columns], 1)
+
+
+def preserved(sums: Tensor) -> tuple[Tensor, ...]:
+    """Return underflow, saturation, SQNR and direction error from sums of rows (..., 7)."""
+    nonzero, flushed, beyond, count, signal, power, noise = sums.unbind(-1)
+    return (
+        flushed / nonzero.clamp(min=1),
+        beyond / count.clamp(min=1),
+        decibel(signal, noise),
+        one_minus_cosine(signal.sqrt(), power.sqrt(), noise),
     )
 
 
@@ -275,8 +291,3 @@ def one_minus_cosine(a: Tensor, b: Tensor, noise: Tensor) -> Tensor:
     apart = noise - (a - b).square()
     error = (apart / (2 * a * b).clamp(min=torch.finfo(torch.float32).tiny)).clamp(0, 2)
     return torch.where(a == 0, 0.0, torch.where(b == 0, 1.0, error))
-
-
-def half_step(format: Format) -> float:
-    """Return the factor by which rounding to the largest number may reduce a value."""
-    return 1.1 if format.max > 1000 else _ROUNDED

@@ -23,19 +23,19 @@ def linear_in_bf16(
     weight: Tensor,
     bias: Tensor | None,
     shape: torch.Size,
-    dtype: torch.dtype,
     quantizers: Quantizers,
     *,
     wgrad: bool,
     fp8_wgrad: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, InputPayloads]:
     """Compute ``y = x w^T + b`` (..., N) in `dtype`, and what backward reads of x.
 
     Args:
         x, weight, bias, shape: arguments of `torch_fp8.nn.linear_function.linear`.
-        dtype: autocast's dtype, or that of x.
         quantizers: casts of the operands.
         wgrad, fp8_wgrad: see `torch_fp8.tensor.quantizer.quantize_input`.
+        dtype: autocast's dtype, or that of x.
     """
     rows = matrix(x).to(dtype)
     # In 16 bits the BF16 half, which FP8 casts, too; in float32 the whole weight.

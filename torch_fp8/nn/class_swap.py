@@ -15,8 +15,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 def without_compiler(module: nn.Module) -> nn.Module:
     """Return the module inside torch.compile's wrapper; any other module unchanged."""
-    is_wrapper = type(module).__name__ == "OptimizedModule"
-    return next(module.children()) if is_wrapper else module
+    return next(module.children()) if type(module).__name__ == "OptimizedModule" else module
 
 
 def own_child(module: nn.Module, name: str) -> nn.Module | None:

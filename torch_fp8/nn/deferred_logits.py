@@ -127,8 +127,7 @@ def defer_logits(model: nn.Module) -> None:
         own = getattr(forward, "__self__", None) is module and not _is_deferring(module)
         is_model = without_compiler(module) is module and not isinstance(module, RunsFP8)
         if contains and own and is_model:
-            deferring: Any = MethodType(_deferring(module, forward.__func__), module)
-            module.forward = deferring
+            module.forward = MethodType(_deferring(module, forward.__func__), module)
 
 
 def restore_forwards(model: nn.Module) -> None:

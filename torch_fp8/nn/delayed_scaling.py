@@ -227,8 +227,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     agree on this set of layers, while the layers still in memory may differ. After such graphs
     frozen weights that are not sharded are added; a layer that did not run keeps its histories.
     """
-    groups = (group["params"] for group in optimizer.param_groups)
-    held = set(map(id, itertools.chain.from_iterable(groups)))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     renew_scales(
         layer
         for layer in list(_layers.values())

@@ -37,15 +37,9 @@ class Parts(NamedTuple):
 
     def whole(self, output: Tensor) -> Tensor:
         """Return the DTensor of which `output` is this rank's part."""
-        shape = torch.Size(self.shape)
-        return DTensor.from_local(
-            output,
-            self.mesh,
-            [self.output],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta", dtype=torch.float32).stride(),
-        )
+        whole = torch.empty(self.shape, device="meta", dtype=torch.float32)
+        sizes = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(output, self.mesh, [self.output], run_check=False, **sizes)
 
 
 def local_operands(
@@ -71,12 +65,9 @@ def local_operands(
         bias = waited(bias.to_local(grad_placements=[layout.bias_grad]))
         if layout.output.is_partial():  # the sum over ranks must add the bias once
             bias = _Share.apply(bias, mesh.size())
-    return (
-        waited(input.to_local(grad_placements=[layout.input_grad])),
-        waited(weight.to_local(grad_placements=[layout.weight_grad])),
-        bias,
-        parts,
-    )
+    input = waited(input.to_local(grad_placements=[layout.input_grad]))
+    weight = waited(weight.to_local(grad_placements=[layout.weight_grad]))
+    return input, weight, bias, parts
 
 
 def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:

@@ -56,8 +56,7 @@ class FactoredAdapter(nn.Module):
         base = self.get_base_layer()
         adapters = [name for name in active_adapters or () if name in self.lora_A]
         if not hasattr(base, "fp8_factors") or self.num_experts == 1:
-            stock: Any = super()
-            with stock._activate_lora(active_adapters):
+            with super()._activate_lora(active_adapters):
                 yield
             return
         before = base.fp8_factors
@@ -74,8 +73,7 @@ def take_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if not callable(getattr(module, "get_delta_factors", None)):
             continue
-        adapter: Any = module
-        wanted = hasattr(adapter.get_base_layer(), "fp8_factors")
+        wanted = hasattr(module.get_base_layer(), "fp8_factors")
         if wanted and not isinstance(module, FactoredAdapter):
             add_mixin(module, FactoredAdapter)
         elif not wanted and isinstance(module, FactoredAdapter):
@@ -146,5 +144,4 @@ def multiply_factors(rows: Tensor, offs: Tensor, factors: Factors, transposed: b
     # torch's grouped GEMMs leave rows behind the last group undefined, also in backward.
     behind = (group_of_rows(offs, rows.shape[0]) == offs.shape[0])[:, None]
     low = F.grouped_mm(rows.masked_fill(behind, 0), first, offs=offs)  # (R, r)
-    output = F.grouped_mm(low, second, offs=offs)  # (R, N)
-    return output.masked_fill(behind, 0) * factors.scaling
+    return F.grouped_mm(low, second, offs=offs).masked_fill(behind, 0) * factors.scaling  # (R, N)

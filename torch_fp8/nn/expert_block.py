@@ -37,6 +37,7 @@ from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
+    cast_rows,
     multiply_rows,
     weight_grad_dtype,
     weight_gradient,
@@ -48,12 +49,10 @@ from torch_fp8.ops.expert_gate import (
     gate_gradient,
     scored_activation,
 )
-from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.moe_rows import Route, combine_rows, gather_rows, spread_rows, transpose_groups
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor, saved_stand_ins
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
-from torch_fp8.quantization.scaling import OF_TENSOR
-from torch_fp8.tensor.quantizer import Quantizer, matrix
+from torch_fp8.tensor.quantizer import matrix
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 X, FIRST, SECOND, BIAS, SCORES = range(5)
@@ -107,9 +106,7 @@ def expert_block(
     grad_dtypes = gradient_dtype(first), gradient_dtype(second)
     options = BlockOptions(grouped, form, output_dtype(x), grad_dtypes, torch.is_grad_enabled())
     bias = None if biases is None else biases[0]
-    y: Tensor = ExpertBlockFunction.apply(
-        x, first, second, bias, scores, route.slot, route.token, route.row, route.offs, options
-    )
+    y: Tensor = ExpertBlockFunction.apply(x, first, second, bias, scores, *route, options)
     if biases is None:
         return y
     experts = biases[1].shape[0]
@@ -156,8 +153,7 @@ class ExpertBlockFunction(torch.autograd.Function):
     ) -> Tensor:
         grouped, dtype = options.grouped, options.out_dtype
         # (T, H): each token once, before its rows are gathered
-        x8, _, _ = Quantizer(grouped.recipe.input, OF_TENSOR)(x, rowwise=True, columnwise=False)
-        assert x8 is not None
+        x8 = cast_rows(x, grouped.recipe.input)
         score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
         in_bf16 = grouped.recipe.bf16_forward
         if in_bf16:
@@ -208,10 +204,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         options: BlockOptions = ctx.options
         token, row, offs = saved["token"], saved["row"], saved["offs"]
         grouped, wants = options.grouped, ctx.needs_input_grad
-        g8, _, _ = Quantizer(grouped.recipe.grad_output, OF_TENSOR)(
-            grad_output, rowwise=True, columnwise=False
-        )  # (T, H)
-        assert g8 is not None
+        g8 = cast_rows(grad_output, grouped.recipe.grad_output)  # (T, H)
         grads: list[Tensor | None] = [None] * 10
         g = gather_rows(g8, token)  # (R, H)
         # (R, I)
@@ -223,8 +216,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         dh8 = QuantizedTensor(dh_q, dh_scale, g8.granularity)  # (R, 2I)
         if grouped.observers:
             of_first, of_second = grouped.observers
-            source = partial(gate_gradient, inputs, options.form)
-            of_first.grad_output(source, dh8, offs, None)
+            of_first.grad_output(partial(gate_gradient, inputs, options.form), dh8, offs, None)
             of_second.grad_output(grad_output, g8, offs, token)
         del da, gate, up, inputs
         if wants[SECOND]:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from torch_fp8.autograd.current_pass import is_transformed, saves_nothing
@@ -35,7 +36,6 @@ from torch_fp8.nn.expert_adapters import (
     whole_weights,
 )
 from torch_fp8.nn.expert_block import expert_block
-from torch_fp8.nn.expert_gate import find_gate
 from torch_fp8.nn.expert_storage import ExpertsFP8
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.grouped_linear_function import (
@@ -43,7 +43,8 @@ from torch_fp8.nn.grouped_linear_function import (
     RouteFunction,
     grouped_linear,
 )
-from torch_fp8.nn.trial_reads import TrialReads
+from torch_fp8.nn.trial_reads import Found, Recorder, computes_alike
+from torch_fp8.ops.expert_gate import activation, split_gate
 from torch_fp8.ops.moe_rows import Route, group_of_rows, moe_route
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
@@ -51,8 +52,9 @@ from torch_fp8.tensor.frozen_payload import FrozenPayload
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
 
-OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate", "fp8_gate_reads")
+OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate")
 """Attributes that conversion adds to a module of experts."""
+_FLAGS = ("has_gate", "has_post_expert_norm")
 
 
 def expert_recipe(config: FP8Config) -> Recipe:
@@ -85,10 +87,9 @@ class Float8Experts(FrozenStorage):
     fp8_was_eager: bool
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
     """Adapters that are active in this forward, by the name of the weight."""
-    fp8_gate: GateForm | None = None
-    """Gated activation, if kernels compute it, or None if the module computes its own."""
-    fp8_gate_reads: TrialReads
-    """Attributes with which the module has this activation."""
+    fp8_gate: Found | None = None
+    """Gated activation, a `GateForm`, and the attributes with which the module has it, if kernels
+    compute it; None if the module computes its own."""
 
     def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
         """Run in FP8 from now on.
@@ -99,14 +100,9 @@ class Float8Experts(FrozenStorage):
             emulate: whether GEMMs run through the reference path.
         """
         frozen = self.fp8.frozen if "fp8" in vars(self) else None
-        keeps = config.keep_eval_weights
-        caches = {key: PayloadCache(keeps_evaluation=keeps) for key in self.fp8_weight_names}
-        recipe = expert_recipe(config)
-        self.fp8 = ExpertsFP8(name, config, recipe, emulate, frozen, caches=caches)
-        gate = find_gate(self)
-        self.fp8_gate = None if gate is None else gate.form
-        if gate is not None:
-            self.fp8_gate_reads = gate.reads
+        caches = {key: PayloadCache(config.keep_eval_weights) for key in self.fp8_weight_names}
+        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, frozen, caches=caches)
+        self.fp8_gate = find_gate(self)
         experts_dispatch.add(self)
 
     def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
@@ -119,13 +115,8 @@ class Float8Experts(FrozenStorage):
         self.fp8.recipe = recipe
 
     @property
-    def fp8_weight_names(self) -> tuple[str, str]:
+    def fp8_weight_names(self) -> tuple[str, str]:  # type: ignore[override]
         return fused_names(self)
-
-    @property
-    def fp8_weights(self) -> tuple[Tensor, ...]:
-        weights: Any = [self._parameters.get(name) for name in self.fp8_weight_names]
-        return tuple(weight for weight in weights if weight is not None)
 
     def fp8_experts_forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -136,9 +127,10 @@ class Float8Experts(FrozenStorage):
         if self._counts():
             self.fp8.tokens.add(top_k_index)
         route = moe_route(top_k_index, self.num_experts)
+        block = self._block(hidden_states, top_k_index, top_k_weights, route)
+        if block is not None:
+            return block
         first, second = self.fp8_weight_names
-        if self._is_block():
-            return self._block(hidden_states, top_k_index, top_k_weights, route)
         rows = self._product(hidden_states, first, route, gather=True)
         score = F.pad(top_k_weights.reshape(-1), (0, 1))[route.slot][:, None]  # (R, 1)
         if self.has_post_expert_norm:
@@ -146,42 +138,34 @@ class Float8Experts(FrozenStorage):
             rows = self.post_expert_norm(rows) * score
         else:
             rows = self._product(self._activated(rows, score), second, route, score)
-        output: Tensor = RouteFunction.apply(rows, route.token, route.row, False)
-        return output.to(hidden_states.dtype)
-
-    def _is_block(self) -> bool:
-        """Return whether `expert_block` can compute all.
-
-        It needs a known gate as in the trial, FP8 wgrad, and no adapters.
-        """
-        if self.fp8_gate is None or self.fp8.recipe.wgrad is None:
-            return False
-        adapters = (self.fp8_factors or {}).values()
-        are_whole = all(name in self._parameters for name in self.fp8_weight_names)
-        if not are_whole or any(adapters):
-            return False
-        return self.fp8_gate_reads.hold(self, self.fp8.name)
+        rows = RouteFunction.apply(rows, route.token, route.row, False)  # (T, H)
+        return rows.to(hidden_states.dtype)
 
     def _block(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route
-    ) -> Tensor:
-        assert self.fp8_gate is not None
-        first, second = self.fp8_weight_names
-        biases = None
-        if self.has_bias:
-            biases = getattr(self, f"{first}_bias"), getattr(self, f"{second}_bias")
-        weights = getattr(self, first), getattr(self, second)
+    ) -> Tensor | None:
+        """Return the output of `expert_block`, or None if that cannot compute all.
+
+        It needs a known gate as in the trial, FP8 wgrad, and no adapters.
+        """
+        gate, names = self.fp8_gate, self.fp8_weight_names
+        if gate is None or self.fp8.recipe.wgrad is None or any((self.fp8_factors or {}).values()):
+            return None
+        are_whole = all(name in self._parameters for name in names)
+        if not (are_whole and gate.reads.hold(self, self.fp8.name)):
+            return None
+        weights = [getattr(self, name) for name in names]
+        biases = [getattr(self, f"{name}_bias") for name in names] if self.has_bias else None
         y = expert_block(
             *(hidden_states, weights, biases, route, top_k_weights, top_k_index),
-            *(self._options(""), self.fp8_gate),
+            *(self._options(""), gate.spec),
         )
         return y.to(hidden_states.dtype)
 
     def _options(self, name: str) -> GroupedOptions:
-        shown = "" if torch.compiler.is_compiling() else f"{self.fp8.name}.{name}".rstrip(".")
-        options = shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate
+        options = self.fp8.recipe, self.is_transposed, self.fp8.emulate
         if torch.compiler.is_compiling():
-            return GroupedOptions(*options)
+            return GroupedOptions("", *options)
         with_gradients = torch.is_grad_enabled()
         # The first pass of a reentrant checkpoint has no gradients but belongs to training.
         in_rollout = any(cache.in_scope for cache in self.fp8.caches.values())
@@ -189,7 +173,8 @@ class Float8Experts(FrozenStorage):
         caches = tuple(c for key, c in self.fp8.caches.items() if name in ("", key))
         observers = (self.fp8.observers or {}).items() if with_gradients else ()
         seen_by = tuple(observer for key, observer in observers if name in ("", key))
-        return GroupedOptions(*options, seen_by, caches, trains)
+        shown = f"{self.fp8.name}.{name}".rstrip(".")
+        return GroupedOptions(shown, *options, seen_by, caches, trains)
 
     def _counts(self) -> bool:
         """Return whether a monitor counts this forward's tokens; a checkpoint may run it twice."""
@@ -231,12 +216,10 @@ class Float8Experts(FrozenStorage):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._activate(rows, score)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        activated: Tensor = checkpoint(self._activate, rows, score, **options)
-        return activated
+        return checkpoint(self._activate, rows, score, **options)
 
     def _activate(self, rows: Tensor, score: Tensor | None) -> Tensor:
-        activate: Any = self._apply_gate if self.has_gate else self.act_fn
-        activated: Tensor = activate(rows)
+        activated = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
         return activated if score is None else (activated * score).to(activated.dtype)
 
     def _hold(self, name: str, payload: FrozenPayload) -> None:
@@ -275,10 +258,8 @@ class Float8BatchedExperts(Float8Experts):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
-            stock: Any = super().forward
             with whole_weights(self):
-                output: Tensor = stock(plain(hidden_states))
-            return output
+                return super().forward(plain(hidden_states))
         first, second = self.fp8_weight_names
         num_experts, hidden = getattr(self, first).shape[0], hidden_states.shape[-1]
         x = hidden_states.reshape(num_experts, -1, hidden)  # (E, T, H)
@@ -288,8 +269,7 @@ class Float8BatchedExperts(Float8Experts):
         padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
         # (E, T, H) -> (E * T', H), T' a multiple of 16
         rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)
-        ends = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32)
-        offs = ends * padded
+        offs = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32) * padded
         rows = self._activated(self._grouped(rows, first, offs, None), None)
         rows = self._grouped(rows, second, offs, None)
         rows = rows.view(num_experts, padded, -1)[:, :tokens]  # (E, T, H)
@@ -297,5 +277,56 @@ class Float8BatchedExperts(Float8Experts):
 
     def _activate(self, rows: Tensor, score: Tensor | None) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
-        activated: Tensor = up * self.act_fn(gate)
-        return activated
+        return up * self.act_fn(gate)
+
+
+def find_gate(module: Any) -> Found | None:
+    """Return a module's gated activation, a `GateForm`, or None if it is unknown, or not gated.
+
+    Args:
+        module: module of experts whose `_apply_gate` maps (R, 2I) to (R, I).
+    """
+    if not getattr(module, "has_gate", False) or module.has_post_expert_norm:
+        return None
+    try:
+        recorder = _recorder(module)
+    except Exception:  # a class whose reads cannot be recorded
+        return None
+    for form in _forms(module):
+        if _agrees(recorder, form):
+            return recorder.found(form)
+    return None
+
+
+def _recorder(module: nn.Module) -> Recorder:
+    children = {k: Recorder(child, {"training": True}) for k, child in module.named_children()}
+    recorder = Recorder(module, {"training": True, **children})
+    for name in _FLAGS:  # transformers 5.17 sets only the first
+        if name in vars(module) or hasattr(recorder.cls, name):
+            getattr(recorder.twin, name)
+    return recorder
+
+
+def _agrees(recorder: Recorder, form: GateForm) -> bool:
+    """Return whether the module's own `_apply_gate` has this form, training or not."""
+
+    def want(h: Tensor) -> Tensor:
+        return activation(*split_gate(h, form), form)
+
+    try:
+        with _disable_current_modes():
+            for training in (True, False):
+                recorder.give("training", training)
+                if not computes_alike(recorder.twin._apply_gate, want):
+                    return False
+    except Exception:  # it needs more than h
+        return False
+    return True
+
+
+def _forms(module: Any) -> list[GateForm]:
+    forms = [GateForm(interleaved) for interleaved in (False, True)]
+    alpha, limit = getattr(module, "alpha", 1.0), getattr(module, "limit", None)
+    if isinstance(limit, float | int) and isinstance(alpha, float | int) and limit > 0:
+        forms += [GateForm(inter, True, float(alpha), float(limit)) for inter in (False, True)]
+    return forms

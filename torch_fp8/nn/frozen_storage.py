@@ -26,7 +26,7 @@ from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.frozen_payload import FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
-from torch_fp8.tensor.swap import refuse_swap
+from torch_fp8.tensor.readable import refuse_swap
 
 
 class ThawNotice:
@@ -60,17 +60,13 @@ class FrozenStorage(RunsFP8):
     """Mixin of a module that can store frozen weights as FP8 only.
 
     Attributes:
-        fp8_weight_names: names of the weights that run in FP8.
         fp8_unread: whether ``state_dict`` returns the frozen weights themselves; see `left_unread`.
     """
 
+    fp8_weight_names = ("weight",)
     fp8_unread = False
     bias: nn.Parameter | None
     weight: nn.Parameter
-
-    @property
-    def fp8_weight_names(self) -> tuple[str, ...]:
-        return ("weight",)
 
     def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
         """Run `recipe` from now on, with new, empty state.
@@ -84,8 +80,7 @@ class FrozenStorage(RunsFP8):
     @property
     def frozen_weights(self) -> dict[str, Float8FrozenWeight]:
         """Weights, or this rank's shards of them, that are stored as FP8 only, by name."""
-        held: dict[str, Any] = self._parameters
-        shards = {name: local(held.get(name)) for name in self.fp8_weight_names}
+        shards = {name: local(self._parameters.get(name)) for name in self.fp8_weight_names}
         return {n: shard for n, shard in shards.items() if isinstance(shard, Float8FrozenWeight)}
 
     @property
@@ -124,11 +119,8 @@ class FrozenStorage(RunsFP8):
             if weight is None or (payload is None and known):
                 continue
             full = f"{self.fp8.name}.{name}".lstrip(".")
-            if payload is None:
-                held = freeze_tensor(weight, recipe.weight, full)
-            else:
-                held = payload
-                held.name = full
+            held = freeze_tensor(weight, recipe.weight, full) if payload is None else payload
+            held.name = full
             del weight  # a further reference would prevent swapping the Parameter
             self._hold(name, held)
         self.run_frozen(recipe, emulate, notice)
@@ -245,7 +237,7 @@ class FrozenStorage(RunsFP8):
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
         """Compute y (..., N) in high precision, in the dtype of x (..., K) or of autocast."""
-        weight: Tensor = dequantized(self.weight).to(x.dtype)
+        weight = dequantized(self.weight).to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, weight.t() if self.fp8.transposed else weight, bias)
 
@@ -305,7 +297,7 @@ def left_unread(model: nn.Module) -> Iterator[None]:
 
     Use it to read only a few entries: convert each of them with `plain_copy`.
     """
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "fp8_unread")]
+    layers = [module for module in model.modules() if hasattr(module, "fp8_unread")]
     for layer in layers:
         layer.fp8_unread = True
     try:
@@ -317,9 +309,12 @@ def left_unread(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_copy(value: Any) -> Any:
-    """Dequantize a frozen weight, or a shard of one, for a state dict; others stay unchanged."""
+    """Dequantize a frozen weight onto the CPU, or a shard in place; others stay unchanged."""
     frozen = local(value) if isinstance(value, Tensor) else None
-    return _plain(value, frozen) if isinstance(frozen, Float8FrozenWeight) else value
+    if not isinstance(frozen, Float8FrozenWeight):
+        return value
+    plain = frozen.dequantize()
+    return plain.cpu() if value is frozen else with_data(value, plain)
 
 
 def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight") -> None:
@@ -329,7 +324,6 @@ def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight")
     and the old Parameter is emptied.
     """
     old = layer._parameters[name]
-    assert old is not None
     try:
         refuse_swap(old)  # torch would change the class before it refuses
         torch.utils.swap_tensors(old, new)
@@ -337,10 +331,3 @@ def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight")
         layer._parameters[name] = new
         if not isinstance(old, Float8FrozenWeight):
             old.data = old.data.new_empty(0)
-
-
-@torch.no_grad()
-def _plain(weight: Tensor, frozen: Float8FrozenWeight) -> Tensor:
-    """Return a plain BF16 copy: of a frozen weight on the CPU, of a shard as a DTensor."""
-    plain = frozen.dequantize()
-    return plain.cpu() if weight is frozen else with_data(weight, plain)

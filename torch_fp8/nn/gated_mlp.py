@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8, is_plain, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
-    name_of,
     of_text,
     once_differentiable,
     only_shape_matters,
@@ -35,18 +34,17 @@ from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, graph_buffers
 from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.linear_function import known_quantizers
+from torch_fp8.nn.linear_function import graph_options
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads
-from torch_fp8.ops.fused_quantize import saved_stand_ins
+from torch_fp8.ops.quantize import saved_stand_ins
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.formats import CAST_DTYPES
-from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
-from torch_fp8.tensor.quantizer import Quantizer, with_source
+from torch_fp8.tensor.quantizer import Quantizer, Quantizers, with_source
 
 
 class GatedMLPSpec(NamedTuple):
@@ -75,7 +73,7 @@ class _Options(NamedTuple):
     """Whether gate is the first half of a tensor with both."""
     in_graph: bool = False
     """Whether torch.compile traces; all results are plain tensors then."""
-    smooth: bool = False
+    columns: bool = False
     """Whether the down layer needs the amax of each channel (`torch_fp8.ops.smooth`)."""
 
 
@@ -119,7 +117,7 @@ class Float8GatedMLP(RunsFP8):
         if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
         elif is_ours and not torch.is_grad_enabled():
-            product = _unread(name_of(self), self.fp8.spec.gate_first, inputs)
+            product = _unread(self.fp8.name, self.fp8.spec.gate_first, inputs)
         elif is_ours:
             product = _SwiGLUFunction.apply(self._options(down_layer), *inputs)
         else:  # DTensors, or the results of adapters
@@ -127,8 +125,7 @@ class Float8GatedMLP(RunsFP8):
             product = F.silu(gate) * up
             del gate, up
         del inputs
-        output: Tensor = down_layer(product)
-        return output
+        return down_layer(product)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         layers = [getattr(self, name) for name in self.fp8.spec.inputs]
@@ -137,28 +134,20 @@ class Float8GatedMLP(RunsFP8):
         return tuple([layer(x) for layer in layers])
 
     def _options(self, down_layer: Any) -> _Options:
-        ahead, in_fp8 = None, _in_fp8(down_layer)
-        smooth = in_fp8 and down_layer.fp8.recipe.smooth
-        if in_fp8 and not smooth:
-            spec = down_layer.fp8.recipe.input
-            delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
-            if delayed is not None or spec.granularity.startswith("block"):
-                recipe = down_layer.fp8.recipe
-                wgrad = down_layer.weight.requires_grad and recipe.wgrad is not None
-                ahead = (delayed or Quantizer(spec, OF_TENSOR))._replace(columnwise_usage=wgrad)
-        return _Options(
-            name_of(self),
-            True,
-            self.fp8.config.save_activations == "fp8",
-            ahead,
-            self._gradient_readers(),
-            self.fp8.spec.gate_first,
-            smooth=smooth,
-        )
+        ahead, columns = None, False
+        if _in_fp8(down_layer):
+            down, wgrad = down_layer.fp8, down_layer.weight.requires_grad
+            ahead, columns = down.producer_quantizer(down_layer, INPUT), down.channels is not None
+            if ahead is not None:
+                ahead = ahead._replace(columnwise_usage=wgrad and down.recipe.wgrad is not None)
+        fp8, readers = self.fp8, self._gradient_readers()
+        save_fp8 = fp8.config.save_activations == "fp8"
+        options = fp8.name, True, save_fp8, ahead, readers, fp8.spec.gate_first
+        return _Options(*options, columns=columns)
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
         """Compute the product in a graph of torch.compile."""
-        down, down_wgrad, first = None, False, None
+        down, down_wgrad, casts = None, False, None
         of_down: tuple[Tensor, ...] = ()
         of_inputs: tuple[Tensor, ...] = ()
         if _in_fp8(down_layer):
@@ -168,17 +157,10 @@ class Float8GatedMLP(RunsFP8):
         if len(layers) == 2 and all(map(_in_fp8, layers)):
             gate, up = layers
             if gate.fp8.casts == up.fp8.casts and _known(gate) and _known(up):
-                first, of_inputs = gate.fp8.casts, (*_known(gate), *_known(up))
-        product: Tensor = _product_in_graph(
-            inputs[0],
-            inputs[1] if len(inputs) == 2 else None,
-            self.fp8.config.save_activations == "fp8",
-            self.fp8.spec.gate_first,
-            (down, down_wgrad, first, down_layer.training),
-            of_down,
-            of_inputs,
-        )
-        return product
+                casts, of_inputs = gate.fp8.casts, (*_known(gate), *_known(up))
+        of_layers = (down, down_wgrad, casts, down_layer.training), of_down, of_inputs
+        save_fp8 = self.fp8.config.save_activations == "fp8"
+        return _product_in_graph(save_fp8, self.fp8.spec.gate_first, *of_layers, *inputs)
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
         """Return the quantizers of two gradients whose scales are known, or None to cast later."""
@@ -208,17 +190,15 @@ class _SwiGLUFunction(torch.autograd.Function):
         save = keep and options.save_fp8
         payloads: Payloads | None = None
         amax: Tensor | None = None
-        saved = inputs
+        saved: Sequence[Tensor] = inputs
         dropped = save and saves_nothing()
         ahead = options.ahead
         if save and ahead is not None and not dropped:
             payloads, saved = cast_and_save(gate, up, ahead)
-        elif save and options.smooth:
-            *parts, amax = swiglu_save_columns(gate, up, not dropped)
-            saved = tuple(parts)
+        elif save and options.columns:
+            *saved, amax = swiglu_save_columns(gate, up, not dropped)
         elif save and ahead is None:
-            *parts, amax = swiglu_save(gate, up, None, not dropped)
-            saved = tuple(parts)
+            *saved, amax = swiglu_save(gate, up, None, not dropped)
         if dropped:
             saved = (*saved_stand_ins(gate), *saved_stand_ins(up))
         if keep:
@@ -231,8 +211,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         if payloads is not None and ahead is not None:
             production.keep(ahead, payloads)
         if options.in_graph:
-            product = swiglu(gate, up, None).view(shape)  # (R, C) -> (..., C)
-            return with_source(product, production)
+            return with_source(swiglu(gate, up, None).view(shape), production)  # (R, C) -> (..., C)
         return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod
@@ -250,65 +229,56 @@ class _SwiGLUFunction(torch.autograd.Function):
             gradients = JoinedGradient(inputs, ctx.gate_first)
         else:
             gradients = Gradients(inputs, ctx.readers, ctx.plain)
-        grads: list[Tensor | None] = []
-        for i, wanted in enumerate(ctx.needs_input_grad[1:]):
-            if not wanted:
-                grads.append(None)
-            elif ctx.plain:
-                plain_grad = gradients.dense(i).view(ctx.shape)
-                grads.append(with_source(plain_grad, gradients.production(i, ctx.name)))
-            else:
-                grads.append(
-                    LazyQuantizedTensor(gradients.production(i, ctx.name), ctx.shape, ctx.dtype)
-                )
-        return (None, *grads)
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, is_needed in enumerate(ctx.needs_input_grad[1:]):
+            if is_needed:
+                source = gradients.production(i, ctx.name)
+                if ctx.plain:
+                    grads[i + 1] = with_source(gradients.dense(i).view(ctx.shape), source)
+                else:
+                    grads[i + 1] = LazyQuantizedTensor(source, ctx.shape, ctx.dtype)
+        return tuple(grads)
 
 
 @torch.compiler.allow_in_graph
 def _product_in_graph(
-    first: Tensor,
-    second: Tensor | None,
     save_fp8: bool,
     gate_first: bool,
     layers: tuple[str | None, bool, str | None, bool],
     of_down: tuple[Tensor, ...],
     of_inputs: tuple[Tensor, ...],
+    *inputs: Tensor,
 ) -> Tensor:
     """Call `_SwiGLUFunction` as a single node of Dynamo's graph; see `as_text`.
 
     Args:
-        first, second: arguments of `_SwiGLUFunction`.
         save_fp8, gate_first: fields of `_Options`.
         layers: casts of the down layer, or None, and whether its weight needs a gradient; casts of
             gate and up, if their scales are known; whether they are in training mode.
         of_down, of_inputs: buffers of these layers with known scales (`_known`), or none.
+        inputs: tensors of `_SwiGLUFunction`.
     """
-    down, trains_down, casts, training = layers
+    (down, trains_down, casts, training), first = layers, inputs[0]
     if only_shape_matters(first):
-        width = first.shape[-1] // (2 if second is None else 1)
-        return shape_of_result((*first.shape[:-1], width), first.dtype, first, second)
+        width = first.shape[-1] // (3 - len(inputs))
+        return shape_of_result((*first.shape[:-1], width), first.dtype, *inputs)
+
+    def quantizers(casts: str, buffers: tuple[Tensor, ...]) -> Quantizers:
+        return graph_options(casts, first.dtype, first.dtype, training, True).quantizers_of(buffers)
+
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down is not None:
         recipe, *_ = of_text(down)
         # A rowwise cast is not fused, but one operator both casts and saves gate and up: selective
         # checkpointing would recompute a separate save in backward, with two GEMMs.
-        known = recipe.input.granularity != "tensorwise" or of_down
-        if known and not recipe.smooth:
+        if (recipe.input.granularity != "tensorwise" or of_down) and not recipe.smooth:
             wgrad = keep and trains_down and recipe.wgrad is not None
-            ahead = Quantizer(recipe.input, OF_TENSOR)
-            if of_down:
-                ahead = known_quantizers(down, first, training, of_down).input
-            ahead = ahead._replace(columnwise_usage=wgrad)
+            ahead = quantizers(down, of_down).input._replace(columnwise_usage=wgrad)
     if casts is not None:
-        of_gate, of_up = (
-            known_quantizers(casts, first, training, buffers).grad_output
-            for buffers in (of_inputs[:4], of_inputs[4:])
-        )
-        readers = of_gate, of_up
+        of_gate, of_up = quantizers(casts, of_inputs[:4]), quantizers(casts, of_inputs[4:])
+        readers = of_gate.grad_output, of_up.grad_output
     options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
-    inputs = (first,) if second is None else (first, second)
-    output: Tensor = _SwiGLUFunction.apply(options, *inputs)
-    return output
+    return _SwiGLUFunction.apply(options, *inputs)
 
 
 def _known(layer: Float8Linear) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ class GraphCall:
     """
 
     requires_grad = True
-    is_read = is_written = is_fused = False
+    is_read = is_written = is_fused = is_observed = False
     begins = ()
 
     def __init__(self, layer: Any, hidden: Tensor, precision: str) -> None:

@@ -123,8 +123,7 @@ class Gradients:
                 columnwise=wgrad,
                 sum_dtype=torch.float32 if self.bias_dtypes else None,
             )
-        payloads: tuple[Any, Any, Any] = self._payloads
-        return payloads
+        return self._payloads
 
     def dense(self) -> Tensor:
         """Return the gradients side by side, (M, N1 + N2 + ...)."""

@@ -9,6 +9,7 @@ powers of two, one per row, so that wgrad can read the same payloads, transposed
 Legend: T tokens, R rows of all experts, E experts, K in, N out.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +30,11 @@ from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.quantizer import Quantizer, matrix
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 
@@ -74,10 +75,16 @@ def grouped_linear(
         options: options of the GEMMs.
     """
     token, row = (None, None) if route is None else (route.token, route.row)
-    y: Tensor = GroupedLinearFunction.apply(
+    return GroupedLinearFunction.apply(
         x, weight, offs, token, row, output_dtype(x), gradient_dtype(weight), options
     )
-    return y
+
+
+def cast_rows(x: Tensor, spec: CastSpec) -> QuantizedTensor:
+    """Cast x (..., K) as rows (R, K), with a scale for each row."""
+    rows, _, _ = Quantizer(spec, OF_TENSOR)(x, rowwise=True, columnwise=False)
+    assert rows is not None
+    return rows
 
 
 def weight_operand(
@@ -96,15 +103,13 @@ def weight_operand(
         payload = weight.halves.current_payload(PayloadCast(options.recipe.weight, flip))
         if payload is not None:
             return payload
+    cast_now = partial(cast_weight, weight, options, flip=flip)
     cache = options.caches[place] if options.caches else None
     if cache is None or options.trains or is_capturing(weight.device):
         if cache is not None:
             cache.forget()  # before a new payload takes memory
-        return cast_weight(weight, options, flip=flip)
-    version = cache.version_of(weight)
-    return cache.evaluation_row(
-        version, lambda: cast_weight(weight, options, flip=flip), weight.device
-    )
+        return cast_now()
+    return cache.evaluation_row(cache.version_of(weight), cast_now, weight.device)
 
 
 def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
@@ -115,9 +120,7 @@ def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> Quant
         return transposed_stacked(payload, spec) if flip else payload
     if isinstance(weight, QuantizableTensor):  # gathered in FP8
         return QuantizedTensor(*weight.stacked_payload(flip), spec.granularity)
-    return cast_stacked(
-        weight.halves.high if isinstance(weight, SplitWeight) else weight, spec, flip
-    )
+    return cast_stacked(stored(weight), spec, flip)
 
 
 def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
@@ -177,10 +180,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         recipe = options.recipe
-        payload, _, _ = Quantizer(recipe.input, OF_TENSOR)(
-            x, rowwise=True, columnwise=False
-        )  # (T, K)
-        assert payload is not None
+        payload = cast_rows(x, recipe.input)  # (T, K)
         for observer in options.observers:
             observer.input(x, payload, offs, token)
         if recipe.bf16_forward:
@@ -209,15 +209,13 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe, offs = options.recipe, saved["offs"]
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        input_dtype, weight_dtype, own_dtype = ctx.dtypes
-        if wants_wgrad:
-            weight_dtype = weight_grad_dtype(ctx, 1, weight_dtype, own_dtype)
-        grad_input = grad_weight = None
-        g, _, _ = Quantizer(recipe.grad_output, OF_TENSOR)(  # (R, N)
-            grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
-        )
-        for observer in options.observers if g is not None else ():
-            observer.grad_output(grad_output, g, offs, None)
+        input_dtype, *of_weight = ctx.dtypes
+        weight_dtype = weight_grad_dtype(ctx, 1, *of_weight)
+        grad_input = grad_weight = g = None
+        if wants_dgrad or fp8_wgrad:
+            g = cast_rows(grad_output, recipe.grad_output)  # (R, N)
+            for observer in options.observers:
+                observer.grad_output(grad_output, g, offs, None)
         if wants_dgrad:
             assert g is not None
             # (R, K)

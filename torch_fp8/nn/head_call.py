@@ -41,6 +41,7 @@ class HeadCall:
         dtype: dtype of the logits.
         is_read: whether plain logits exist, so that everything else uses them.
         is_fused: whether a loss was computed without logits.
+        is_observed: whether the monitor measures the layer in this step.
         is_lost: whether an optimizer has written the shards of a weight that FSDP2 had freed.
         reader: name of the function that reads the logits.
         begins: hooks of FSDP2 and Fabric that run when the backward of the logits begins.
@@ -66,7 +67,7 @@ class HeadCall:
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
         self.versions = self._versions()
         self.address = _address(weight)
-        self.is_read = self.is_fused = self.is_written = self.is_lost = False
+        self.is_read = self.is_fused = self.is_written = self.is_lost = self.is_observed = False
         self.reader = ""
         self.begins: list[Any] = []
         self.logits: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -192,8 +192,7 @@ def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor |
     if taken is None:
         return None
     i, token = taken
-    tokens = reads.of_input, token
-    return _output(tokens, i, reads.exchange, operands[:4], options, reads)
+    return _output((reads.of_input, token), i, reads.exchange, operands[:4], options, reads)
 
 
 def _output(
@@ -222,8 +221,7 @@ def _output(
         exchange.scales[i] = cast_operands.weight_scale
         return y
 
-    result: Tensor = Output.apply(*tokens, i, exchange, compute, reads)
-    return result
+    return Output.apply(*tokens, i, exchange, compute, reads)
 
 
 # ---- in graphs of torch.compile ------------------------------------------------------------------
@@ -255,8 +253,7 @@ def _fits_graph(layer: Any, fp8: Any) -> bool:
     if other.scales_known != fp8.scales_known:
         return False
     weight = layer.weight
-    split = isinstance(weight, SplitWeight)
-    if not split and isinstance(weight, (DTensor, QuantizableTensor)):
+    if isinstance(weight, (DTensor, QuantizableTensor)) and not isinstance(weight, SplitWeight):
         return False
     return bool(weight.requires_grad and layer.runs_fp8 and layer.fp8_adds_bias)
 

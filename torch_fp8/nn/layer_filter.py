@@ -33,7 +33,6 @@ _WRAPPED = ("base_layer", "model", "base_model", "lora_model", "word_embeddings"
 which is PEFT's own rule."""
 ADAPTER = "adapter"
 """Reason for adapters, which stay in high precision: they are small, and the user trains them."""
-UNINITIALIZED = "its size is not known yet: run a batch through the model before you convert it"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 ROUTER_NAMES = ("router", "gate", "classifier")
@@ -48,9 +47,8 @@ def matches(pattern: str, name: str) -> bool:
     torch.compile and torch's checkpoint wrapper are ignored.
     """
     name = unwrapped_name(name)
-    ends = range(len(name) + 1)
     # All positions where a match of the parts so far can end; each part advances the whole set.
-    reached = {i for i in ends if i == 0 or name[i - 1] == "."}
+    reached = {i for i in range(len(name) + 1) if i == 0 or name[i - 1] == "."}
     for part in re.split(r"(\*\*|\*)", pattern):
         if part in ("*", "**"):
             reached = _stretched(reached, name, across=part == "**")
@@ -95,10 +93,7 @@ def features(module: nn.Module) -> tuple[int, int]:
     """Return K and N of a linear module, whatever the layout of its weight."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    num_in, num_out = weight.shape
-    return num_in, num_out
+    return tuple(module.weight.shape)
 
 
 def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Module, str]:
@@ -213,7 +208,7 @@ def _class_reason(module: nn.Module) -> str | None:
 def weight_reason(weight: Any) -> str | None:
     """Return why a weight cannot be cast to FP8, apart from its size, or None if it can."""
     if is_lazy(weight):
-        return UNINITIALIZED
+        return "its size is not known yet: run a batch through the model before you convert it"
     if weight.dtype not in CAST_DTYPES:
         return f"weight is {weight.dtype}"
     sharded = hasattr(weight, "_local_tensor") or isinstance(weight, QuantizableTensor)
@@ -223,8 +218,7 @@ def weight_reason(weight: Any) -> str | None:
 
 
 def _size_reason(module: nn.Module) -> str | None:
-    names = ("in_features", "out_features")
-    for dim, size in zip(names, features(module), strict=True):
+    for dim, size in zip(("in_features", "out_features"), features(module), strict=True):
         if size < GEMM_ALIGNMENT:
             return f"{dim}={size} is below {GEMM_ALIGNMENT}"
     return None
@@ -276,15 +270,11 @@ def quantized_by(module: nn.Module) -> str | None:
     if name == "GPTQ" and "awq" in cls.__name__.lower():
         return "AWQ"  # GPTQModel has layers for both
     if name == "bitsandbytes":
-        return _bitsandbytes(tensors.get("weight"))
+        weight = tensors.get("weight")
+        names = {"Params4bit": getattr(weight, "quant_type", None), "Int8Params": "int8"}
+        quant_type = names.get(type(weight).__name__)
+        return quant_type and f"bitsandbytes ({str(quant_type).upper()})"
     return name
-
-
-def _bitsandbytes(weight: Any) -> str | None:
-    kind = type(weight).__name__
-    if kind == "Params4bit":
-        return f"bitsandbytes ({str(weight.quant_type).upper()})"
-    return "bitsandbytes (INT8)" if kind == "Int8Params" else None
 
 
 def is_ligers(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ It holds the layer's configuration, recipe, quantizers, cached payload and delay
 Legend: M tokens, K in, N out.
 """
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import autocast_dtype, warn_of_disabled_autocast
 from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.delayed_scaling import LayerScaling
+from torch_fp8.nn.delayed_scaling import INPUT, LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
 from torch_fp8.nn.frozen_storage import FrozenState
-from torch_fp8.nn.linear_function import LinearOptions
+from torch_fp8.nn.linear_function import LinearOptions, plain_operands
 from torch_fp8.nn.scaling_rule import ScalingRule
+from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
@@ -61,7 +63,8 @@ class LayerFP8:
         frozen: state of a weight that is stored as FP8 only, or None if it is not.
 
     Attributes:
-        casts: recipe, `transposed` and `emulate` as a string constant for graphs of torch.compile.
+        casts: recipe, `transposed`, `emulate` and `cast` as a string, a constant for graphs of
+            torch.compile.
         scaling: state of delayed scaling, or None if each cast computes its scale.
         payloads: cache of the weight's payload.
         channels: channel maxima of the last forward, if the recipe is smooth; else None.
@@ -98,8 +101,13 @@ class LayerFP8:
     def run_emulated(self, emulate: bool) -> None:
         """Set whether GEMMs run through the reference path, instead of torch's operator."""
         self.emulate = emulate
-        self.casts = as_text((self.recipe, self.transposed, emulate))
+        self.casts = as_text((self.recipe, self.transposed, emulate, self.cast))
         self.forget_quantizers()
+
+    @property
+    def cast(self) -> Callable[..., CastOperands]:
+        """Function that casts the operands of fprop."""
+        return smooth_operands if self.recipe.smooth else plain_operands
 
     @property
     def delayed(self) -> LayerScaling | None:
@@ -129,20 +137,13 @@ class LayerFP8:
                 return known
         if not compiling:
             self.called = True
-        recipe = self.recipe
+        specs = self.recipe.input, self.recipe.weight, self.recipe.grad_output
         sources: tuple[Any, ...] = (OF_TENSOR,) * 3
         if self.delayed is not None and not compiling:
             sources = self.delayed.sources(layer)
-        of_input, of_weight, of_gradient = sources
-        quantizers = Quantizers(
-            Quantizer(recipe.input, of_input, group),
-            WeightQuantizer(
-                Quantizer(recipe.weight, of_weight, group), self.payloads, self.transposed
-            ),
-            Quantizer(recipe.grad_output, of_gradient, group),
-            self.channels,
-            None if compiling else self.observer,
-        )
+        x, w, g = [Quantizer(spec, s, group) for spec, s in zip(specs, sources, strict=True)]
+        weight = WeightQuantizer(w, self.payloads, self.transposed)
+        quantizers = Quantizers(x, weight, g, self.channels, None if compiling else self.observer)
         if steady:
             self._quantizers[records] = quantizers
         return quantizers
@@ -162,11 +163,16 @@ class LayerFP8:
         return (every.input, every.weight.quantizer, every.grad_output)[operand]
 
     def producer_quantizer(self, layer: Any, operand: int) -> Quantizer | None:
-        """Return the quantizer of INPUT or GRAD_OUTPUT if its scale is already known; else None."""
-        if self.scaling is None or isinstance(layer.weight, DTensor):
+        """Return the quantizer of INPUT or GRAD_OUTPUT if its scale is already known, or None.
+
+        An input with block scales needs no other scale. With Smooth-SwiGLU its scale is not known.
+        """
+        is_block = operand == INPUT and self.recipe.input.granularity.startswith("block")
+        is_known = self.scaling is not None and not isinstance(layer.weight, DTensor)
+        if not (is_block or is_known) or (self.channels is not None and operand == INPUT):
             return None
         quantizer = self.quantizer(layer, operand)
-        return None if quantizer.source.scale is None else quantizer
+        return quantizer if is_block or quantizer.source.scale is not None else None
 
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor (see `Quantizers`) from now on, or to None."""
@@ -216,16 +222,11 @@ class LayerFP8:
         """Return the arguments of `torch_fp8.nn.linear_function.linear` that are not tensors."""
         compiling = torch.compiler.is_compiling()
         group = None if operands.parts is None else operands.parts.mesh.get_group()
-        return LinearOptions(
-            "" if compiling else self.name,  # see `torch_fp8.autograd.function.name_of`
-            operands.dtype,
-            autocast_dtype(operands.weight.device.type) or operands.dtype,
-            self.recipe,
-            self.quantizers(layer, group),
-            self.emulate,
-            layer.training,
-            compiling and self.scales_known,
-        )
+        name = "" if compiling else self.name  # see `torch_fp8.autograd.function.name_of`
+        out_dtype = autocast_dtype(operands.weight.device.type) or operands.dtype
+        products = self.recipe, self.quantizers(layer, group), self.emulate, layer.training
+        ready = compiling and self.scales_known
+        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast, ready)
 
     def release(self) -> None:
         """Free cached payloads and quantizers, before weight and scales move."""

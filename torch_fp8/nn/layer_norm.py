@@ -1,6 +1,7 @@
 """`SharedOutput`: a LayerNorm whose output is cast once for all FP8 layers that read it."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.producer import LazySource, Producer
 
 
-class SharedFP8(NamedTuple):
+@dataclass(eq=False)
+class SharedFP8:
     """State that conversion adds to such a norm.
 
     Attributes:
@@ -46,8 +48,7 @@ def shared(x: Tensor, name: str) -> Tensor:
     """
     if not is_plain(x) or not x.ndim or torch.compiler.is_compiling() or is_transformed():
         return x
-    output: Tensor = _Shared.apply(x, name)
-    return output
+    return _Shared.apply(x, name)
 
 
 class Computed(Producer):
@@ -70,8 +71,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         matrix = x.detach().reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
-        production = LazySource(name, (matrix,), Computed(matrix))
-        return LazyQuantizedTensor(production, x.shape, x.dtype)
+        return LazyQuantizedTensor(LazySource(name, (matrix,), Computed(matrix)), x.shape, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

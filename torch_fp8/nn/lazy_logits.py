@@ -127,8 +127,7 @@ class LazyLogits(Tensor):
         call.logits.add(recorded)
         if not recorded.requires_grad:
             return LazyLogits.bare(recorded)
-        result: LazyLogits = _Handle.apply(recorded, call.hidden, call.weight, call.bias, None)
-        return result
+        return _Handle.apply(recorded, call.hidden, call.weight, call.bias, None)
 
     @staticmethod
     def bare(recorded: Recorded) -> "LazyLogits":

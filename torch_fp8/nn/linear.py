@@ -59,8 +59,7 @@ from torch_fp8.nn.repeated_forward import repeated
 from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8.tensor.lazy_quantized import plain as plain_activation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.split_weight import SplitWeight
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)
@@ -96,20 +95,16 @@ class Float8Layer(FrozenStorage):
         )
 
     @property
-    def fp8_weights(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
-
-    @property
     def runs_fp8(self) -> bool:
-        fp8 = self.fp8
-        if current_pass.requested or current_pass.is_exporting() or fp8.paused:
+        fp8 = self.fp8  # `current_pass.is_exporting` without a call
+        if current_pass.requested or torch.compiler._is_exporting_flag or fp8.paused:
             return False
         return self.training or fp8.config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if not self.runs_fp8 or (not compiling and is_transformed()):
-            return self._in_high_precision(plain_activation(input))
+            return self._in_high_precision(plain(input))
         if not isinstance(input, Tensor) or input.is_nested or input.layout is not torch.strided:
             return self._of_other_layout(input)
         if compiling:
@@ -157,8 +152,7 @@ class Float8Layer(FrozenStorage):
             warn_of_halves_in_program()
         if self.fp8.frozen is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
-        output: Tensor = super().forward(x)
-        return output
+        return super().forward(x)
 
     # ---- conversion, and what a layer remembers --------------------------------------------------
 
@@ -172,8 +166,7 @@ class Float8Layer(FrozenStorage):
             emulate: whether GEMMs run through the reference path.
         """
         frozen = self.drop_fp8()
-        transposed = type(self).fp8_transposed
-        self.fp8 = self._fp8_class(name, config, recipe, emulate, transposed, frozen)
+        self.fp8 = self._fp8_class(name, config, recipe, emulate, self.fp8_transposed, frozen)
         if self.fp8.scaling is not None:
             self.fp8.scaling.start(self)
 
@@ -279,16 +272,13 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     if fp8.scaling is not None:
         ready, buffers = fp8.scaling.ready, graph_buffers(layer)
     if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
-        served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
-        return served
+        return served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
     casts = fp8.casts, ready, layer.training
     if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
         i, num, shared = graph_operands(layer)
         if shared:
-            member: Tensor = member_in_graph(x, i, num, casts, *shared)
-            return member
-    output: Tensor = linear_in_graph(x, weight, bias, casts, *buffers)
-    return output
+            return member_in_graph(x, i, num, casts, *shared)
+    return linear_in_graph(x, weight, bias, casts, *buffers)
 
 
 def _is_mixed(x: Any, weight: Tensor) -> bool:

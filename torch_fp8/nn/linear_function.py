@@ -8,6 +8,7 @@ Legend: M tokens, K in, N out.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch_fp8.autograd.function import (
 )
 from torch_fp8.nn.bf16_forward import linear_in_bf16
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
-from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
+from torch_fp8.nn.smooth_operands import CastOperands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
@@ -54,6 +55,8 @@ class LinearOptions(NamedTuple):
         quantizers: casts of the operands.
         emulate: whether the GEMMs run through the reference path.
         training: whether the layer is in training mode.
+        cast: function that casts the operands of fprop: `plain_operands`, or another one with the
+            same arguments.
         ready: whether the scales in a graph's buffers are known.
     """
 
@@ -64,6 +67,7 @@ class LinearOptions(NamedTuple):
     quantizers: Quantizers
     emulate: bool
     training: bool
+    cast: Callable[..., CastOperands]
     ready: bool = False
 
     def quantizers_of(self, buffers: tuple[Tensor, ...]) -> Quantizers:
@@ -93,13 +97,12 @@ def linear(
     """
     # Generation is bound by the host, so it skips autograd's bookkeeping.
     if not torch.is_grad_enabled():
-        quantizers = options.quantizers_of(buffers)
+        quantizers = options.quantizers_of(buffers) if buffers else options.quantizers
         if quantizers.observer is not None:
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
         return fprop(x, weight, bias, shape, options, quantizers)[0]
-    y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
-    return y
+    return LinearFunction.apply(x, weight, bias, shape, options, *buffers)
 
 
 @functools.cache
@@ -107,26 +110,11 @@ def graph_options(
     text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool, ready: bool
 ) -> LinearOptions:
     """Return the options of a layer in a graph; `text`: see `LayerFP8.casts`."""
-    recipe, transposed, emulate = of_text(text)
-    quantizers = Quantizers(
-        Quantizer(recipe.input, OF_TENSOR),
-        WeightQuantizer(Quantizer(recipe.weight, OF_TENSOR), transposed=transposed),
-        Quantizer(recipe.grad_output, OF_TENSOR),
-    )
-    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
-
-
-def known_quantizers(
-    casts: str, x: Tensor, training: bool, buffers: tuple[Tensor, ...]
-) -> Quantizers:
-    """Return the quantizers of a layer with delayed scaling in a graph, whose scales are known.
-
-    Args:
-        casts: see `LayerFP8.casts`.
-        x, training: tensor of the input's dtype; whether the layer is in training mode.
-        buffers: see `torch_fp8.nn.delayed_scaling.graph_buffers`.
-    """
-    return graph_options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
+    recipe, transposed, emulate, cast = of_text(text)
+    specs = recipe.input, recipe.weight, recipe.grad_output
+    x, w, g = [Quantizer(spec, OF_TENSOR) for spec in specs]
+    quantizers = Quantizers(x, WeightQuantizer(w, transposed=transposed), g)
+    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, cast, ready)
 
 
 @torch.compiler.allow_in_graph
@@ -141,8 +129,7 @@ def linear_in_graph(
 
     Args:
         x, weight, bias, buffers: arguments of `linear`; plain tensors.
-        casts: recipe, `transposed` and `emulate` as text, see `as_text`; `ready` and `training`,
-            see `LinearOptions`.
+        casts: `LayerFP8.casts`; `ready` and `training`, see `LinearOptions`.
     """
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
         warn_of_decoding()
@@ -184,6 +171,27 @@ def served_in_graph(
     return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
 
 
+def plain_operands(
+    quantizers: Quantizers, x: Tensor, weight: Tensor, training: bool | None, **needs: Any
+) -> CastOperands:
+    """Cast the operands of fprop, and the input for the wgrad that may follow.
+
+    Args:
+        quantizers, x, weight: see `fprop`.
+        training: whether the layer is in training mode; None: a backward may follow.
+        needs: see `torch_fp8.tensor.quantizer.quantize_input`.
+    """
+    if training is None:  # cast the weight first, while a collective may still fill x
+        w = quantizers.weight.for_fprop(weight)
+    else:
+        w = quantizers.weight.without_gradients(weight, training)
+    if quantizers.observer is not None:
+        quantizers.observer.weight(weight, w)
+    payloads = quantize_input(quantizers.input, x, **needs, observer=quantizers.observer)
+    # A tensorwise scale serves both layouts, so that backward need not compute it again.
+    return CastOperands(payloads, w, w.scale if w.granularity == "tensorwise" else None)
+
+
 def fprop(
     x: Tensor,
     weight: Tensor,
@@ -204,37 +212,18 @@ def fprop(
         gradients: whether a backward may follow; else a cached payload of the weight will do.
         wgrad, fp8_wgrad: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
-    dtype, recipe, observer = options.out_dtype, options.recipe, quantizers.observer
+    dtype, recipe = options.out_dtype, options.recipe
     needs: dict[str, Any] = {"wgrad": wgrad, "fp8_wgrad": fp8_wgrad, "dtype": dtype}
     if recipe.bf16_forward:
-        y, payloads = linear_in_bf16(
-            x, weight, bias, shape, dtype, quantizers, wgrad=wgrad, fp8_wgrad=fp8_wgrad
-        )
+        y, payloads = linear_in_bf16(x, weight, bias, shape, quantizers, **needs)
         return y, CastOperands(payloads, None, None)
-    if recipe.smooth:
-        operands = smooth_operands(quantizers, x, weight, **needs)
-    else:
-        if gradients:  # cast the weight first, while a collective may still fill x
-            w = quantizers.weight.for_fprop(weight)
-        else:
-            w = quantizers.weight.without_gradients(weight, options.training)
-        if observer is not None:
-            observer.weight(weight, w)
-        payloads = quantize_input(quantizers.input, x, **needs, observer=observer)
-        # A tensorwise scale serves both layouts, so that backward need not compute it again.
-        w_scale = w.scale if w.granularity == "tensorwise" else None
-        operands = CastOperands(payloads, w, w_scale)
+    operands = options.cast(quantizers, x, weight, None if gradients else options.training, **needs)
     a, b = operands.input.rowwise, operands.weight
     assert a is not None
     assert b is not None
-    y = scaled_matmul(  # (M, N)
-        a,  # (M, K), along K
-        b,  # (N, K), along K
-        dtype,
-        bias=bias,
-        fast_accum=recipe.fprop.fast_accum,
-        emulate=options.emulate,
-    )
+    fast_accum, emulate = recipe.fprop.fast_accum, options.emulate
+    # (M, K) @ (N, K)^T, both along K
+    y = scaled_matmul(a, b, dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
     return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
 
 
@@ -274,7 +263,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
-        quantizers = options.quantizers_of(buffers)
+        quantizers = options.quantizers_of(buffers) if buffers else options.quantizers
         needs = {"gradients": True, "wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
         y, operands = fprop(x, weight, bias, shape, options, quantizers, **needs)
         payloads = operands.input
@@ -286,9 +275,8 @@ class LinearFunction(torch.autograd.Function):
             "inverse": operands.inverse if fp8_wgrad else None,
         }
         save_by_name(ctx, saved)
-        dtype = gradient_dtype(weight)
-        ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
-        ctx.weight_dtype = weight.dtype
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.dtypes = options.dtype, gradient_dtype(weight), bias_dtype, weight.dtype
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
         ctx.grad_output = quantizers.grad_output
         ctx.input_source, ctx.input_shape = payloads.source, shape
@@ -302,15 +290,14 @@ class LinearFunction(torch.autograd.Function):
         recipe, emulate = options.recipe, options.emulate
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        sum_dtype = ctx.dtypes[2] if ctx.needs_input_grad[2] else None
         for_weight = options.quantizers.weight
         w = grad_input = grad_weight = None
-        weight_dtype = ctx.dtypes[1]
-        if wants_wgrad and weight_dtype != ctx.weight_dtype and is_returned(ctx, 1):
-            weight_dtype = ctx.weight_dtype
+        input_dtype, summed, bias_dtype, whole = ctx.dtypes
+        weight_dtype = whole if summed != whole and is_returned(ctx, 1) else summed
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias; w (K, N), along N
+        sum_dtype = bias_dtype if ctx.needs_input_grad[2] else None
         layouts: dict[str, Any] = {"columnwise": fp8_wgrad, "sum_dtype": sum_dtype}
         if wants_dgrad and torch.compiler.is_compiling():
             of_weight = for_weight, saved["weight"], saved.get("w_scale")
@@ -326,7 +313,7 @@ class LinearFunction(torch.autograd.Function):
         if g is not None:
             assert w is not None
             grad_input = scaled_matmul(  # (M, N) @ (K, N)^T
-                g, w, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
+                g, w, input_dtype, fast_accum=recipe.dgrad.fast_accum, emulate=emulate
             ).view(ctx.input_shape)
         if g_t is not None:
             assert recipe.wgrad is not None

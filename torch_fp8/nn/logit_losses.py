@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.nn.head_call import HeadCall
 from torch_fp8.nn.lazy_logits import LazyLogits, Touched, has_other_node
 from torch_fp8.nn.loss_head import linear_cross_entropy
 
 LOG_SOFTMAX = math.inf
 """The mark of a log_softmax among the factors."""
+_OBSERVED = 256
+"""Number of tokens whose operands the monitor measures."""
 
 
 def cross_entropy(
@@ -61,10 +64,13 @@ def cross_entropy(
     if not of.requires_grad:
         head = call.weight.detach(), None if call.bias is None else call.bias.detach()
     with call.present(), torch.autocast(**call.autocast):
+        tokens, labels = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
+        if call.is_observed and torch.is_grad_enabled():
+            _show(call, tokens, labels, ignore_index)
         loss = linear_cross_entropy(
-            rows.reshape(-1, rows.shape[-1]),
+            tokens,
             head[0],
-            target.reshape(-1),
+            labels,
             head[1],
             class_weight=weight,
             ignore_index=ignore_index,
@@ -81,6 +87,15 @@ def cross_entropy(
     for logits in nodes if loss.requires_grad else ():
         loss = Touched.apply(loss, logits)
     return loss
+
+
+def _show(call: HeadCall, tokens: Tensor, labels: Tensor, ignore_index: int) -> None:
+    """Let the monitor see the operands of a few tokens, for which the layer computes logits."""
+    some = slice(None, None, max(1, -(-len(tokens) // _OBSERVED)))
+    x = tokens[some].detach().requires_grad_()
+    logits = call.linear(x, call.weight, call.bias).float()
+    loss = F.cross_entropy(logits, labels[some], ignore_index=ignore_index, reduction="sum")
+    torch.autograd.grad(loss, x)
 
 
 def autocasts(x: LazyLogits) -> bool:

@@ -85,8 +85,7 @@ def _permute(func: Any, x: LazyLogits, *args: Any, **options: Any) -> Any:
 
 
 def _copy(func: Any, x: LazyLogits, *args: Any, **options: Any) -> Any:
-    shape_of = _on_meta(func, x.recorded.shape_of, args, options)
-    return _record(x, (func, args, options), shape_of)
+    return _record(x, (func, args, options), _on_meta(func, x.recorded.shape_of, args, options))
 
 
 def _detach(func: Any, x: LazyLogits) -> Any:
@@ -188,8 +187,7 @@ def _index(func: Any, x: LazyLogits, index: Any) -> Any:
         items = items[:-1]
     if torch.compiler.is_compiling() and any(map(_is_mask, items)):
         return NotImplemented  # the number of rows is unknown
-    num_dims = sum(_num_dims(item) for item in items)
-    if num_dims >= x.ndim:
+    if sum(_num_dims(item) for item in items) >= x.ndim:
         return NotImplemented
     rows = of.hidden[index]
     sizes = *rows.shape[:-1], x.shape[-1]
@@ -228,8 +226,7 @@ _WATCHING = ("torch.distributed.fsdp.", "lightning.fabric.", "lightning_fabric."
 
 def _all(functions: tuple[str, ...]) -> list[Any]:
     """Return the functions and methods of these names."""
-    owners = (torch, Tensor)
-    return [getattr(owner, n) for n in functions for owner in owners if hasattr(owner, n)]
+    return [getattr(owner, n) for n in functions for owner in (torch, Tensor) if hasattr(owner, n)]
 
 
 _TABLE: tuple[tuple[Any, list[Any]], ...] = (

@@ -191,8 +191,7 @@ def loss_in_graph(*arguments: Any) -> Tensor:
     operands, terms, power, form, options = _grouped(arguments, 1)
     if is_traced() and only_shape_matters(operands[0]):
         return shape_of_result((), torch.float32, *operands)
-    result: Tensor = _Loss.apply(*operands, terms, *power, form, options)
-    return result
+    return _Loss.apply(*operands, terms, *power, form, options)
 
 
 @torch.compiler.allow_in_graph

@@ -66,8 +66,7 @@ class MergeAware(nn.Module):
         merges = bool(active) and not (self.disable_adapters or self.merged)
         if merges and self.base_layer.runs_fp8 and not is_transformed():
             return self._merged_forward(active, x, **kwargs)
-        plain: Tensor = super().forward(x, *args, **kwargs)
-        return plain
+        return super().forward(x, *args, **kwargs)
 
     @torch.compiler.disable
     def _merged_forward(self, active: list[str], x: Tensor, **kwargs: Any) -> Tensor:
@@ -84,12 +83,10 @@ class MergeAware(nn.Module):
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
             base.fp8.payloads.forget()
-            y: Tensor = MergedLinear.apply(
+            return MergedLinear.apply(
                 x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
             )
-            return y
-        w = self._evaluation_weight(adapter, a, b)
-        return _product(x, w, base.bias, base, wgrad=False)[0]
+        return _product(x, self._evaluation_weight(adapter, a, b), base.bias, base, wgrad=False)[0]
 
     @torch.no_grad()
     def merged_weight(self, adapter: str) -> QuantizedTensor:
@@ -98,8 +95,7 @@ class MergeAware(nn.Module):
         Args:
             adapter: name of the adapter.
         """
-        base: Any = self.base_layer
-        weight = base.weight
+        base, weight = self.base_layer, self.base_layer.weight
         if base.fp8.frozen is None or isinstance(weight, DTensor):
             raise RuntimeError(
                 f"'{base.fp8.name}' is no longer an FP8 base (it was thawed or sharded), and "
@@ -155,12 +151,8 @@ class MergedLinear(torch.autograd.Function):
         x, qdata, scale, a, b = ctx.saved_tensors
         layer, (wants_x, wants_a, wants_b, wants_bias) = ctx.layer, ctx.needs_input_grad[:4]
         quantizer, dgrad = layer.fp8.quantizers(layer).grad_output, layer.fp8.recipe.dgrad
-        g8, _, grad_bias = quantizer(
-            grad_output,
-            rowwise=wants_x,
-            columnwise=False,
-            sum_dtype=ctx.bias_dtype if wants_bias else None,
-        )
+        of_bias = {"sum_dtype": ctx.bias_dtype if wants_bias else None}
+        g8, _, grad_bias = quantizer(grad_output, rowwise=wants_x, columnwise=False, **of_bias)
         grad_x = grad_a = grad_b = None
         if layer.fp8.observer is not None:
             layer.fp8.observer.backward(grad_output, g8, None, None, None)
@@ -261,12 +253,12 @@ def _why_not(module: Any, base: Float8Layer) -> str | None:
     kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
     if not all(isinstance(kind, nn.ModuleDict) and len(kind) for kind in kinds):
         return f"is a {type(module).__name__}, not LoRA; use LoraConfig"
+    names = ("lora_variant", "use_dora", "lora_bias")
+    variants, doras, biases = (getattr(module, name, None) or {} for name in names)
     for adapter in module.lora_A:
-        if (getattr(module, "lora_variant", None) or {}).get(adapter) or (
-            getattr(module, "use_dora", None) or {}
-        ).get(adapter):
+        if variants.get(adapter) or doras.get(adapter):
             return "uses DoRA or another variant that does more than add; use plain LoRA"
-        if (getattr(module, "lora_bias", None) or {}).get(adapter):
+        if biases.get(adapter):
             return "trains a LoRA bias, which is not part of the weight; set lora_bias=False"
         if _dropout(module, adapter):
             return (

@@ -133,9 +133,10 @@ def _warn_of_replaced(model: nn.Module) -> None:
     replaced = {}
     for name, reference in _models[model].items():
         module = present.get(name)
-        if module is None or module is reference() or not _multiplies(module):
+        if module is None or module is reference():
             continue
-        if not any(isinstance(part, FrozenStorage) for part in module.modules()):
+        in_fp8 = any(isinstance(part, FrozenStorage) for part in module.modules())
+        if not in_fp8 and any(parameter.ndim >= 2 for parameter in module.parameters()):
             replaced[name] = f"{type(module).__module__}.{type(module).__qualname__}"
     if not replaced:
         return
@@ -148,10 +149,6 @@ def _warn_of_replaced(model: nn.Module) -> None:
         f"as they are, and FP8Config(skip=({next(iter(replaced))!r},)) names them explicitly",
         stacklevel=4,
     )
-
-
-def _multiplies(module: nn.Module) -> bool:
-    return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:

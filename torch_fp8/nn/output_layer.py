@@ -150,9 +150,7 @@ class OutputLayer(nn.Module):
             return None
         x, weight, bias = plain(input), self.weight, self.bias
         fp8 = isinstance(self, Float8Layer)
-        if isinstance(self, Float8Layer) and not (
-            self.runs_fp8 and self.fp8.observer is None and self.fp8_adds_bias is not False
-        ):
+        if isinstance(self, Float8Layer) and (not self.runs_fp8 or self.fp8_adds_bias is False):
             return None
         # Eager code reads the half of a weight in two; some versions of Dynamo read the weight.
         usual = is_plain(weight) or (in_graph and isinstance(weight, SplitWeight))
@@ -189,6 +187,7 @@ class OutputLayer(nn.Module):
         head, weight = self.loss_head, self.weight
         operands = x, weight, self.bias, self._precision
         call = HeadCall(head.name, *operands, head, self._product, autocast)
+        call.is_observed = isinstance(self, Float8Layer) and self.fp8.observer is not None
         sizes = *x.shape[:-1], weight.shape[0]
         return logits_of(Recorded(call, x, empty_meta(sizes, call.dtype), len(sizes) - 1))
 

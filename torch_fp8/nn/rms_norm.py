@@ -11,6 +11,7 @@ normalized x before it multiplies by the weight.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +41,7 @@ from torch_fp8.kernels.arguments import (
 )
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.trial_reads import TrialReads
-from torch_fp8.ops.fused_quantize import saved_stand_ins
-from torch_fp8.ops.quantize import as_layouts
+from torch_fp8.ops.quantize import as_layouts, saved_stand_ins
 from torch_fp8.ops.rms_norm import (
     rms_norm,
     rms_norm_backward,
@@ -76,45 +76,41 @@ class _Options(NamedTuple):
     name: str
     offset: float
     out_dtype: torch.dtype
-    keep: bool
     save_fp8: bool
-    quantizer: Quantizer | None
+    keep: bool
+    quantizer: Quantizer | None = None
     """Quantizer of the layers that read the result, or None to return a plain tensor."""
-    reader: Quantizer | None
+    reader: Quantizer | None = None
     """Quantizer of the expected reader, if its scale is known and the result can be cast now."""
-    on_read: Callable[[Quantizer], None] | None
+    on_read: Callable[[Quantizer], None] | None = None
     """Function that notes the first reader, or None to compute the result at once, as a tensor."""
 
 
+@dataclass(eq=False)
 class NormFP8:
     """State that conversion adds to an RMSNorm, as its attribute `fp8`.
 
-    Args:
+    Attributes:
         name: qualified name of the norm, for errors.
         config: configuration of the norm.
         spec: formula of the norm.
         reads: attributes with which the norm has this formula.
         quantizer: quantizer of the FP8 layers that read the output, or None if there are none.
-
-    Attributes:
-        casts: `quantizer` as a string constant for graphs of torch.compile.
-        reader: with delayed scaling, quantizer of the layer that read the last output first.
         groups: groups of layers that may read the output.
+        reader: with delayed scaling, quantizer of the layer that read the last output first.
+        casts: `quantizer` as a string constant for graphs of torch.compile.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: FP8Config,
-        spec: RMSNormSpec,
-        reads: TrialReads,
-        quantizer: Quantizer | None,
-    ) -> None:
-        self.name, self.config, self.spec, self.reads = name, config, spec, reads
-        self.quantizer = quantizer
-        self.casts = as_text(quantizer)
-        self.groups: tuple[Any, ...] = ()
-        self.reader: Quantizer | None = None
+    name: str
+    config: FP8Config
+    spec: RMSNormSpec
+    reads: TrialReads
+    quantizer: Quantizer | None
+    groups: tuple[Any, ...] = ()
+    reader: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        self.casts = as_text(self.quantizer)
 
     def note_reader(self, quantizer: Quantizer) -> None:
         """Remember the quantizer that read an output first."""
@@ -143,8 +139,7 @@ class Float8RMSNorm(RunsFP8):
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
         usual = usual and is_plain(x) and self.fp8.reads.hold(self, self.fp8.name)
         if not (runs and usual and x.dtype in CAST_DTYPES and x.shape[-1:] == weight.shape):
-            stock: Tensor = super().forward(x)
-            return stock
+            return super().forward(x)
         fp8, spec = self.fp8, self.fp8.spec
         save_fp8 = fp8.config.save_activations == "fp8"
         out_dtype = x.dtype
@@ -156,26 +151,18 @@ class Float8RMSNorm(RunsFP8):
         alone = is_fsdp_class(type(self))
         if compiling:
             casts = None if alone else fp8.casts
-            return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
+            return _norm_in_graph(x, weight, eps, casts, spec.offset, out_dtype, save_fp8)
         waits = fp8.quantizer is not None and not alone
         if waits and not torch.is_grad_enabled():  # without autograd's bookkeeping
             matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
             inputs = NormInputs(matrix.detach(), weight.detach(), eps, spec.offset, out_dtype)
-            unread = _Unread(inputs)
-            source = LazySource(fp8.name, inputs[:2], unread, fp8.note_reader, inputs.weight)
+            readers = _Unread(inputs), fp8.note_reader, inputs.weight
+            source = LazySource(fp8.name, inputs[:2], *readers)
             return LazyQuantizedTensor(source, x.shape, out_dtype)
-        options = _Options(
-            fp8.name,
-            spec.offset,
-            out_dtype,
-            torch.is_grad_enabled(),
-            save_fp8,
-            fp8.quantizer if waits else None,
-            self._expected_reader(x) if waits else None,
-            fp8.note_reader if waits else None,
-        )
-        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
-        return output
+        options: Any = fp8.name, spec.offset, out_dtype, save_fp8, torch.is_grad_enabled()
+        if waits:
+            options = *options, fp8.quantizer, self._expected_reader(x), fp8.note_reader
+        return _RMSNormFunction.apply(x, weight, eps, _Options(*options))
 
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
         """Return the quantizer of the expected reader, if the result can be cast for it now.
@@ -211,17 +198,18 @@ class _RMSNormFunction(torch.autograd.Function):
             rstd, *_ = rms_norm_statistics(inputs, False)  # removed if nobody reads y
             y = reshaped(rms_norm(inputs.with_rstd(rstd)), x.shape)  # (R, C) -> (..., C)
             return with_source(y, LazySource(options.name, inputs[:2], unread))
-        produced = _Produced(inputs, options, save and not dropped, col)
-        rstd = produced.norm.rstd  # not later, when x may have been written
+        unread = _Unread(inputs, save and not dropped)
+        source = _source(unread, inputs, options, col)
+        rstd = unread.norm.rstd  # not later, when x may have been written
         if keep:
             of_x: Sequence[Tensor | None] = (x,)
             if save:
-                of_x = saved_stand_ins(matrix) if dropped else produced.saved
+                of_x = saved_stand_ins(matrix) if dropped else unread.saved
             ctx.save_for_backward(weight, rstd, *of_x)
         if options.on_read is None:  # in a graph, or with a weight that FSDP2 frees
-            y = reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
-            return y if options.quantizer is None else with_source(y, produced.production())
-        return LazyQuantizedTensor(produced.production(), x.shape, out_dtype)
+            y = reshaped(unread.dense(), x.shape)  # (R, C) -> (..., C)
+            return y if options.quantizer is None else with_source(y, source)
+        return LazyQuantizedTensor(source, x.shape, out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -236,28 +224,22 @@ class _RMSNormFunction(torch.autograd.Function):
         arguments = (scale[0] if scale else None, weight, rstd, ctx.offset, ctx.dtype, wants_weight)
         grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *arguments))
         dx = grad_x.view(ctx.shape) if wants_x else None  # (R, C) -> (..., C)
-        dw = cast(grad_weight, weight.dtype) if wants_weight else None
-        return dx, dw, None, None
+        return dx, cast(grad_weight, weight.dtype) if wants_weight else None, None, None
 
 
 @torch.compiler.allow_in_graph
-def _norm_in_graph(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    save_fp8: bool,
-    casts: str | None,
-) -> Tensor:
-    """Call `_RMSNormFunction` as a single node of Dynamo's graph; see `as_text`."""
+def _norm_in_graph(x: Tensor, weight: Tensor, eps: float, casts: str | None, *form: Any) -> Tensor:
+    """Call `_RMSNormFunction` as a single node of Dynamo's graph; see `as_text`.
+
+    Args:
+        x, weight, eps: arguments of the function.
+        casts: see `NormFP8`; None: nobody reads the result in FP8.
+        form: `offset`, `out_dtype` and `save_fp8` of `_Options`.
+    """
     if only_shape_matters(x):
-        return shape_of_result(x.shape, out_dtype, x, weight)
-    quantizer = None if casts is None else of_text(casts)
-    keep = torch.is_grad_enabled()
-    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, None)
-    output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
-    return output
+        return shape_of_result(x.shape, form[1], x, weight)
+    options: Any = "", *form, torch.is_grad_enabled(), None if casts is None else of_text(casts)
+    return _RMSNormFunction.apply(x, weight, eps, _Options(*options))
 
 
 class _Unread(Producer):
@@ -302,39 +284,22 @@ class _Unread(Producer):
         return as_layouts(results[:4], options)
 
 
-class _Produced(_Unread):
-    """An output of a norm that is cast with the statistics if the expected cast needs no amax.
+def _source(unread: _Unread, inputs: NormInputs, options: _Options, col: bool) -> LazySource:
+    """Return an output for the layers that read it, cast now if the expected cast needs no amax.
 
-    A block-scaled cast needs x only, and a cast with delayed scaling needs a known scale.
+    A block-scaled cast needs x only, and a cast with delayed scaling needs a known scale. Such a
+    cast also computes the statistics.
 
     Args:
-        inputs: inputs of the operators.
-        options: options of the norm.
-        save: whether to save x in FP8.
+        unread, inputs, options: the output, the inputs of its operators, and the norm's options.
         col: whether backward will need the result transposed.
     """
-
-    def __init__(self, inputs: NormInputs, options: _Options, save: bool, col: bool) -> None:
-        super().__init__(inputs, save)
-        self.options = options
-        self.made: Payloads | None = None
-        quantizer = options.quantizer
-        col = col and quantizer is not None and quantizer.columnwise_usage
-        cast: CastOptions | None = None
-        if quantizer is not None and quantizer.spec.granularity.startswith("block"):
-            cast = quantizer.known_options(columnwise=col)
-        elif quantizer is not None and options.reader is not None:
-            cast = options.reader.known_options(columnwise=col)
-        if cast is not None:
-            self.made = self.layouts(cast)
-
-    def production(self) -> LazySource:
-        """Return the output as a `LazySource` for the layers that read it."""
-        options = self.options
-        quantizer = options.reader or options.quantizer
-        inputs = self._inputs
-        parameter = None if options.on_read is None else inputs.weight
-        production = LazySource(options.name, inputs[:2], self, options.on_read, parameter)
-        if self.made is not None and quantizer is not None:
-            production.keep(quantizer, self.made)
-        return production
+    parameter = None if options.on_read is None else inputs.weight
+    source = LazySource(options.name, inputs[:2], unread, options.on_read, parameter)
+    quantizer, expected = options.quantizer, options.reader
+    if quantizer is not None and quantizer.spec.granularity.startswith("block"):
+        expected = quantizer
+    if quantizer is not None and expected is not None:
+        cast_options = expected.known_options(columnwise=col and quantizer.columnwise_usage)
+        source.keep(expected, unread.layouts(cast_options))
+    return source

@@ -42,7 +42,8 @@ def rollout(
             graphs when the block ends.
     """
     check_arguments(rollout, locals())
-    layers = [m for m in model.modules() if isinstance(m, Float8Layer) and _serves(m)]
+    fp8_layers = [m for m in model.modules() if isinstance(m, Float8Layer) and m.runs_fp8]
+    layers = [m for m in fp8_layers if m.fp8.config.eval_fp8 and not m.fp8.payloads.in_scope]
     trained = [layer for layer in layers if layer.training]
     experts = _expert_caches(model)
     for layer in trained:
@@ -81,10 +82,6 @@ def _begin_scope(layer: Float8Layer, compiled: bool) -> None:
         for part in cache.payload[:2]:  # a compiler's CUDA graphs read this memory
             torch._dynamo.mark_static_address(part, guard=False)
         fp8.served = tuple(cache.payload)
-
-
-def _serves(layer: Float8Layer) -> bool:
-    return not layer.fp8.payloads.in_scope and layer.fp8.config.eval_fp8 and layer.runs_fp8
 
 
 def _expert_caches(model: nn.Module) -> list[tuple[Any, Tensor]]:

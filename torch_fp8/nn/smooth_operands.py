@@ -48,6 +48,7 @@ def smooth_operands(
     quantizers: Quantizers,
     x: Tensor,
     weight: Tensor,
+    training: bool | None,
     *,
     wgrad: bool,
     fp8_wgrad: bool,
@@ -59,6 +60,7 @@ def smooth_operands(
         quantizers: quantizers of the layer.
         x: (..., K).
         weight: (N, K), or (K, N) if its quantizer is `transposed`.
+        training: not used, since ``w / s`` changes with each input, so it is never cached.
         wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     of_input = quantizers.input

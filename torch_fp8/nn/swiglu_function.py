@@ -145,8 +145,7 @@ class Gradients:
             of_gate, of_up = casts
             results = swiglu_backward_quantize(self.inputs, of_gate, of_up.scale, of_up.amax)
             for j in range(2):
-                layouts = as_layouts(results[4 * j : 4 * j + 4], casts[j])
-                self._made[j, key[1]] = layouts
+                self._made[j, key[1]] = as_layouts(results[4 * j : 4 * j + 4], casts[j])
         return self._made.pop(key)
 
     def _has_both_scales(self, i: int, options: CastOptions) -> bool:

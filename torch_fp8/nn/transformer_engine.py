@@ -215,8 +215,7 @@ class EngineFP8(LayerFP8):
         return read_scaling(self.engine.linear) or self.pending_scaling
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "engine": None, "pending_scaling": self.recorded()}
+        return {**super().__getstate__(), "engine": None, "pending_scaling": self.recorded()}
 
 
 class TransformerEngineLinear(Float8Linear, nn.Linear):
@@ -265,7 +264,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         dtype = autocast_dtype(device) or dtype
         cast = torch.autocast(device, dtype, enabled=dtype != widest)
         with region or contextlib.nullcontext(), cast:
-            output: Tensor = engine.linear(rows)
+            output = engine.linear(rows)
         return output.to(output_dtype(rows))
 
     @torch.compiler.disable

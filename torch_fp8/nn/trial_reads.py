@@ -9,20 +9,21 @@ refuses code that reads a missing attribute or writes one, and code that reads a
 as a list or a configuration, has no `TrialReads`. Conversion leaves such modules alone.
 """
 
-import functools
 import types
-import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from torch_fp8.autograd.current_pass import warn_once
 from torch_fp8.nn.class_swap import user_class
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (int, float, str, torch.dtype, torch.device, types.NoneType)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_CONSTANTS = (
+    *(int, float, str, torch.dtype, torch.device, types.NoneType),
+    *(types.FunctionType, types.BuiltinFunctionType, property),
+)
 
 
 class Absent:
@@ -42,11 +43,8 @@ class TrialReads:
         self, cls: type, own: Mapping[str, Any], children: Mapping[str, "TrialReads"]
     ) -> None:
         self.cls, self.own, self.children = cls, tuple(own.items()), tuple(children.items())
-        self.of_class = self._of_class()
-
-    def _of_class(self) -> tuple[tuple[str, Any], ...]:
         names = [name for name, value in self.own if value is Absent]
-        return tuple([(name, getattr(self.cls, name, Absent)) for name in names])
+        self.of_class = tuple([(name, getattr(cls, name, Absent)) for name in names])
 
     def change(self, module: nn.Module) -> str | None:
         """Return what is not as in the trial, in words that follow "its attribute", or None.
@@ -67,18 +65,13 @@ class TrialReads:
             child: Any = getattr(module, name, None)
             if type(child) is not reads.cls:
                 return f"'{name}' has changed"
-            change = reads._change_of_child(child)
+            for hooks in _HOOKS:
+                if child.__dict__[hooks]:
+                    return f"'{name}' has got hooks"
+            change = reads.change(child)
             if change is not None:
-                return f"'{name}' {change}"
+                return f"'{name}' has changed: {change}"
         return None
-
-    def _change_of_child(self, child: nn.Module) -> str | None:
-        own = child.__dict__
-        for hooks in _HOOKS:
-            if own[hooks]:
-                return "has got hooks"
-        change = self.change(child)
-        return None if change is None else f"has changed: {change}"
 
     def hold(self, module: nn.Module, name: str) -> bool:
         """Return whether all is as in the trial; the first change of its kind gives a warning.
@@ -92,12 +85,15 @@ class TrialReads:
             _note_change(name, change)
         return change is None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "of_class": None}  # properties cannot be pickled
+    def __reduce__(self) -> Any:  # without `of_class`: properties cannot be pickled
+        return TrialReads, (self.cls, dict(self.own), dict(self.children))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.of_class = self._of_class()
+
+class Found(NamedTuple):
+    """The formula of a module, and what its forward read in the trials that show it."""
+
+    spec: Any
+    reads: TrialReads
 
 
 class Recorder:
@@ -128,22 +124,20 @@ class Recorder:
         self._given[name] = value
         object.__getattribute__(self.twin, "__dict__")[name] = value
 
+    def found(self, spec: Any) -> Found | None:
+        """Return a formula that the trials show, or None if what they read cannot be compared."""
+        reads = self.reads()
+        return None if reads is None else Found(spec, reads)
+
     def reads(self) -> TrialReads | None:
         """Return what the code has read, or None if a value among it cannot be compared."""
-        own: dict[str, Any] = {}
-        children: dict[str, TrialReads] = {}
-        for name in sorted(self._names - {"__class__"}):
-            given = self._given.get(name)
-            if isinstance(given, Recorder):
-                reads = given.reads()
-                if reads is None:
-                    return None
-                children[name] = reads
-            elif name not in self._given:
-                own[name] = self._own.get(name, Absent)
-                value = getattr(self.cls, name, Absent) if own[name] is Absent else own[name]
-                if not is_constant(value):
-                    return None
+        names = self._names - {"__class__"}
+        of_given = {n: r for n, r in self._given.items() if n in names and isinstance(r, Recorder)}
+        children: Any = {name: recorder.reads() for name, recorder in of_given.items()}
+        own = {name: self._own.get(name, Absent) for name in sorted(names - self._given.keys())}
+        values = [getattr(self.cls, n, Absent) if v is Absent else v for n, v in own.items()]
+        if None in children.values() or not all(map(is_constant, values)):
+            return None
         return TrialReads(self.cls, own, children)
 
 
@@ -151,7 +145,7 @@ def is_constant(value: Any) -> bool:
     """Return whether a value cannot change without becoming another object."""
     if isinstance(value, tuple):
         return all(map(is_constant, value))
-    return isinstance(value, (*_PLAIN, *_FUNCTIONS, property))
+    return isinstance(value, _CONSTANTS)
 
 
 @torch.inference_mode(False)  # also enables gradients
@@ -202,15 +196,9 @@ def _recording(cls: Any, names: set[str]) -> Any:
 
 @torch.compiler.assume_constant_result
 def _note_change(name: str, change: str) -> bool:
-    _warn_of_change(name, change)
-    return True
-
-
-@functools.cache
-def _warn_of_change(name: str, change: str) -> None:
-    warnings.warn(
+    warn_once(
         f"FP8: '{name}' is not fused any more, because its attribute {change} since the "
         "conversion. Its own code runs, which is right but slower. If it is to stay so, call "
-        "torch_fp8.convert_to_float8(model) again, which tries to fuse it as it is now",
-        stacklevel=2,
+        "torch_fp8.convert_to_float8(model) again, which tries to fuse it as it is now"
     )
+    return True

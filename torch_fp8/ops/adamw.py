@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
-from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
-from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
+from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode
+from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.quantization.scaling import raise_slot, tensor_amax
 from torch_fp8.quantization.split_float import RESIDUAL_BITS, join, split
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
 
-_CHUNK = 1 << 15  # elements at a time, so that temporaries stay small
+_CHUNK = 1 << 15  # elements at a time, in whole rows, so that temporaries stay small
 
 
 def adamw_step_reference(
@@ -88,27 +89,19 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     words = random_words(index, scalars.keys)
     _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
     _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
-    if part.weight.dtype == torch.float32:
-        part.weight.copy_(weight)
-        _raise_amax(part)
-        return
-    if part.residual is None:
-        words = second_words(words, scalars.keys)
-    high, residual = split(weight, _residual_bits(part), words)
-    part.weight.copy_(high)
-    _raise_amax(part)
-    if part.residual is not None:
-        assert residual is not None
-        part.residual.copy_(residual)
+    if part.weight.dtype == torch.bfloat16:
+        if part.residual is None:
+            words = second_words(words, scalars.keys)
+        weight, residual = split(weight, _residual_bits(part), words)
+        if part.residual is not None and residual is not None:
+            part.residual.copy_(residual)
+    part.weight.copy_(weight)
+    if part.amax is not None:
+        raise_slot(part.amax, tensor_amax(part.weight))
 
 
 def _residual_bits(part: WeightMatrix) -> int:
     return 0 if part.residual is None else RESIDUAL_BITS
-
-
-def _raise_amax(part: WeightMatrix) -> None:
-    if part.amax is not None:
-        part.amax.copy_(torch.maximum(part.amax, part.weight.abs().amax().float()))
 
 
 def _joined(part: WeightMatrix) -> Tensor:
@@ -139,40 +132,20 @@ def _store(target: BlockScaled, value: BlockScaled) -> None:
 
 
 def _parts(matrix: WeightMatrix) -> Iterator[WeightMatrix]:
-    """Yield parts of at most `_CHUNK` elements: whole rows, or whole groups of a long row."""
+    """Yield parts of whole rows, with at most `_CHUNK` elements or one row."""
     rows, cols = matrix.weight.shape
-    if matrix.weight.numel() == 0:
-        return
-    part_cols = min(cols, _CHUNK)
-    part_rows = max(1, _CHUNK // cols)
-    for row in range(0, rows, part_rows):
-        for col in range(0, cols, part_cols):
-            yield _part(
-                matrix,
-                slice(row, min(row + part_rows, rows)),
-                slice(col, min(col + part_cols, cols)),
-            )
-
-
-def _part(matrix: WeightMatrix, rows: slice, cols: slice) -> WeightMatrix:
-    groups = slice(cols.start // GROUP_SIZE, num_groups(cols.stop))
-    grad, residual = matrix.grad, matrix.residual
-    if isinstance(grad, GradientParts):
-        grad = GradientParts(grad.qdata[rows, cols], grad.scale[rows, groups], grad.multiplier)
-    else:
-        grad = grad[rows, cols]
-    if residual is not None:
-        residual = residual[rows, cols]
-    return matrix._replace(
-        weight=matrix.weight[rows, cols],
-        residual=residual,
-        grad=grad,
-        exp_avg=_block(matrix.exp_avg, rows, cols, groups),
-        exp_avg_sq=_block(matrix.exp_avg_sq, rows, cols, groups),
-        row=matrix.row + rows.start,
-        col=matrix.col + cols.start,
-    )
-
-
-def _block(moment: BlockScaled, rows: slice, cols: slice, groups: slice) -> BlockScaled:
-    return BlockScaled(moment.qdata[rows, cols], moment.scale[rows, groups])
+    step = max(1, _CHUNK // max(cols, 1))
+    for row in range(0, rows if cols else 0, step):
+        part, grad = slice(row, row + step), matrix.grad
+        if isinstance(grad, GradientParts):
+            grad = GradientParts(grad.qdata[part], grad.scale[part], grad.multiplier)
+        else:
+            grad = grad[part]
+        yield matrix._replace(
+            weight=matrix.weight[part],
+            residual=None if matrix.residual is None else matrix.residual[part],
+            grad=grad,
+            exp_avg=BlockScaled(*(t[part] for t in matrix.exp_avg)),
+            exp_avg_sq=BlockScaled(*(t[part] for t in matrix.exp_avg_sq)),
+            row=matrix.row + row,
+        )

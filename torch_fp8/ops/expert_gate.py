@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
-from torch_fp8.ops.fused_quantize import save_input, saved_values
 from torch_fp8.ops.moe_rows import group_of_rows
-from torch_fp8.ops.quantize import quantize_2d
+from torch_fp8.ops.quantize import quantize_2d, save_inputs, saved_values
 from torch_fp8.ops.registry import operator
 
 _BEYOND, _CUT = 1.25, 1.125
@@ -93,7 +92,7 @@ def _quantize_fake(
 ) -> tuple[Tensor | None, ...]:
     half = h.new_empty((h.shape[0], h.shape[1] // 2))
     payload = EXPERT_ROWS.new_layouts(half)[:2]
-    return (*payload, *save_input(half, save), *save_input(half, save))
+    return (*payload, *save_inputs(save, half, half))
 
 
 @operator(_quantize_fake, results=6)
@@ -116,7 +115,7 @@ def expert_gate_quantize(
     gate, up = _biased_halves(h, offs, bias, form)
     halves = _saved_halves(gate, up, form)
     a = _scored(gate, up, score, form)
-    return *_quantized(a), *(t for half in halves for t in save_input(half, save))
+    return (*_quantized(a), *save_inputs(save, *halves))
 
 
 def scored_activation(
@@ -163,16 +162,12 @@ def expert_gate_backward(inputs: GateBackwardInputs, form: GateForm) -> tuple[Te
     g, act = grad.float(), activation(gate, up, form)
     dscore = (g * act).sum(1)  # (R, I) -> (R,)
     a = _quantized((act * score[:, None]).to(grad.dtype))
-    return *a, *_quantized(_gradient(grad, score, gate, up, form)), dscore
+    return *a, *_quantized(gate_gradient(inputs, form)), dscore
 
 
 def gate_gradient(inputs: GateBackwardInputs, form: GateForm) -> Tensor:
     """Return the gradient that `expert_gate_backward` casts, (R, 2I); same arguments."""
     grad, score, gate, gate_scale, up, up_scale = inputs
     gate, up = saved_values(gate, gate_scale), saved_values(up, up_scale)
-    return _gradient(grad, score, gate, up, form)
-
-
-def _gradient(grad: Tensor, score: Tensor, gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
     dgate, dup = activation_backward(grad.float() * score[:, None], gate, up, form)
     return join_gate(dgate.to(grad.dtype), dup.to(grad.dtype), form)

@@ -101,32 +101,18 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
         keys: the keys of the random bits.
     """
     rows, cols = x.shape
-    by_kernel = x.is_cuda and x.numel() > 0
-    factor = torch.empty if by_kernel else torch.ones
+    factor = torch.empty if x.is_cuda and x.numel() else torch.ones
     multiplier = factor((), dtype=torch.float32, device=x.device)
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
     scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
     parts = GradientParts(qdata, scale, multiplier)
-    if by_kernel:
-        from torch_fp8.kernels.grad_codec import encode_gradient
-
-        encode_gradient(x, *parts, keys, False)
-    elif x.device.type != "meta":
-        for part in row_parts(rows, cols):
-            _encode_rows(parts, part, x[part].float(), keys)
+    _encode(x, parts, keys, False)
     return parts
 
 
 def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
     """Add `x` to a quantized gradient in place; for the arguments see `quantize_gradient`."""
-    if x.is_cuda and x.numel():
-        from torch_fp8.kernels.grad_codec import encode_gradient
-
-        encode_gradient(x, *target, keys, True)
-    elif x.device.type != "meta":
-        for part in row_parts(*x.shape):
-            total = decode_rows(target, part) + x[part].float()
-            _encode_rows(target, part, total, keys)
+    _encode(x, target, keys, True)
     target.multiplier.fill_(1.0)
 
 
@@ -179,10 +165,17 @@ def has_nonfinite(source: GradientParts) -> Tensor:
     return ~(factor * GRADIENT.max * source.multiplier).isfinite()
 
 
-def _encode_rows(target: GradientParts, part: slice, value: Tensor, keys: Keys) -> None:
-    rows, cols = value.shape
-    index = element_index(rows, cols, part.start, 0, cols, value.device)
-    bits = random_words(index, keys) & 0xFFFF
-    codes = encode(value, GRADIENT, bits << 4 | 8)
-    target.qdata[part] = codes.qdata
-    target.scale[part] = codes.scale
+def _encode(x: Tensor, target: GradientParts, keys: Keys, accumulate: bool) -> None:
+    if x.is_cuda and x.numel():
+        from torch_fp8.kernels.grad_codec import encode_gradient
+
+        encode_gradient(x, *target, keys, accumulate)
+    elif x.device.type != "meta":
+        for part in row_parts(*x.shape):
+            value = x[part].float()
+            if accumulate:
+                value = decode_rows(target, part) + value
+            rows, cols = value.shape
+            index = element_index(rows, cols, part.start, 0, cols, x.device)
+            bits = random_words(index, keys) & 0xFFFF
+            target.qdata[part], target.scale[part] = encode(value, GRADIENT, bits << 4 | 8)

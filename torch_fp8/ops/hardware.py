@@ -44,19 +44,20 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
         )
     if emulate:
         return
-    capability = torch.cuda.get_device_capability(device)
-    _check(card_name(device), capability, recipe_name, _cuda_version())
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    check_card(name, capability, recipe_name, _cuda_version())
 
 
-def check_card(name: str, capability: tuple[int, int], recipe_name: str) -> None:
+def check_card(
+    name: str,
+    capability: tuple[int, int],
+    recipe_name: str,
+    cuda: tuple[int, ...] = _MIN_CUDA_OF_BLOCKS,
+) -> None:
     """Raise ValueError if a GPU of this compute capability, which need not be present, cannot run
-    the recipe with a recent CUDA.
+    the recipe with a version of CUDA.
     """
     card = f"{name} (sm_{capability[0]}{capability[1]})"
-    _check(card, capability, recipe_name, _MIN_CUDA_OF_BLOCKS)
-
-
-def _check(card: str, capability: tuple[int, int], recipe_name: str, cuda: tuple[int, ...]) -> None:
     if capability < MIN_CAPABILITY:
         raise ValueError(
             f"{card} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "
@@ -172,18 +173,15 @@ def missing_tools() -> list[str]:
         missing.append(f"CC={compiler!r} names no program")
     elif compiler is None and not (shutil.which("gcc") or shutil.which("clang")):
         missing.append("there is no C compiler (gcc, clang, or what CC names)")
-    folders = [_include_folder()]
+    scheme = sysconfig.get_default_scheme()
+    # Debian's Python defaults to the scheme of local packages; Triton does not use it.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    folders = [sysconfig.get_paths(scheme)["include"]]
     for variable in ("CPATH", "C_INCLUDE_PATH"):
         folders += os.environ.get(variable, "").split(os.pathsep)
     if not any(folder and Path(folder, "Python.h").is_file() for folder in folders):
         missing.append(f"there is no Python.h in {folders[0]}")
     return missing
-
-
-def _include_folder() -> str:
-    scheme = sysconfig.get_default_scheme()
-    # Debian's Python defaults to the scheme of local packages; Triton does not use it.
-    return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
 
 
 def _reason(error: Exception) -> str:

@@ -38,7 +38,6 @@ from torch_fp8.quantization.stochastic_rounding import element_index, random_wor
 Keys = tuple[int, int]
 
 _ALIGNMENT = 16
-_PART_GROUPS = 1 << 15  # encoded or decoded at a time, on the CPU
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -122,8 +121,9 @@ def pack_flat(
         from torch_fp8.kernels import messages as wire
 
         wire.pack(values, layout, messages, keys)
-    elif layout.num_groups and _has_values(values):
-        _encode(values, layout, messages, keys)
+    elif _has_values(values):
+        more = num_messages * layout.num_values - values.numel()
+        _store(F.pad(values.float(), (0, more)), layout, messages, keys)
     if layout.num_plain:
         part = layout.plain(messages)
         flat = torch.zeros(part.numel(), dtype=torch.bfloat16, device=part.device)
@@ -159,11 +159,10 @@ def unpack_sum(
         if out_plain is not None:
             wire.sum_plain(layout.plain(messages), out_plain, scale)
         return
-    for part in _parts(layout.num_groups) if _has_values(messages) else ():
-        values = slice(part.start * GROUP_SIZE, part.stop * GROUP_SIZE)
-        out_groups[values] = _sum_groups(messages, layout, part).view(-1) * scale
+    if _has_values(messages):
+        out_groups.copy_(_sum(_values(messages, layout)) * scale)
     if out_plain is not None:
-        out_plain.copy_(_sum_plain(messages, layout) * scale)
+        out_plain.copy_(_sum(layout.plain(messages)) * scale)
 
 
 def reduce_and_repack(
@@ -189,11 +188,10 @@ def reduce_and_repack(
         if layout.num_plain:
             wire.sum_plain(layout.plain(messages), layout.plain(combined)[0], scale)
         return combined
-    for part in _parts(layout.num_groups) if _has_values(messages) else ():
-        total = _sum_groups(messages, layout, part) * scale
-        _store(total, combined, layout, part, part.start, keys)
+    if _has_values(messages):
+        _store(_sum(_values(messages, layout)) * scale, layout, combined, keys)
     if layout.num_plain:
-        layout.plain(combined)[0] = _sum_plain(messages, layout) * scale
+        layout.plain(combined)[0] = _sum(layout.plain(messages)) * scale
     return combined
 
 
@@ -214,7 +212,7 @@ def unpack_flat(
 
         wire.unpack(messages, layout, out_values)
     elif _has_values(messages):
-        _decode(messages, layout, out_values)
+        out_values.copy_(_values(messages, layout).view(-1)[: out_values.numel()])
     if out_plain is not None and out_plain.numel():
         out_plain.copy_(layout.plain(messages).reshape(-1)[: out_plain.numel()])
 
@@ -233,64 +231,27 @@ def _has_values(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
-def _parts(num_groups: int) -> list[slice]:
-    starts = range(0, num_groups, _PART_GROUPS)
-    return [slice(start, min(start + _PART_GROUPS, num_groups)) for start in starts]
+def _values(messages: Tensor, layout: Layout) -> Tensor:
+    """Decode the groups of messages (N, B) to (N, 32 * G) float32."""
+    codes = layout.codes(messages).reshape(-1, GROUP_SIZE)  # (N, 32 * G) -> (N * G, 32)
+    scales = layout.scales(messages).reshape(-1, 1)
+    return decode(BlockScaled(codes, scales), GRADIENT).view(len(messages), layout.num_values)
 
 
-def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None) -> None:
-    """Write the codes and scales of every message, some groups at a time."""
-    for row, message in enumerate(messages.split(1)):
-        for part in _parts(layout.num_groups):
-            first = row * layout.num_groups + part.start
-            wanted = (part.stop - part.start) * GROUP_SIZE
-            x = values[first * GROUP_SIZE :][:wanted].float()
-            x = F.pad(x, (0, wanted - x.numel())).view(-1, GROUP_SIZE)  # (groups, 32)
-            _store(x, message, layout, part, first, keys)
-
-
-def _decode(messages: Tensor, layout: Layout, out: Tensor) -> None:
-    for row, message in enumerate(messages.split(1)):
-        for part in _parts(layout.num_groups):
-            first = (row * layout.num_groups + part.start) * GROUP_SIZE
-            target = out[first : first + (part.stop - part.start) * GROUP_SIZE]
-            target.copy_(_groups(message, layout, part).view(-1)[: target.numel()])
-
-
-def _groups(message: Tensor, layout: Layout, part: slice) -> Tensor:
-    """Decode the groups of `part` of one message (1, B) to (part, 32) float32."""
-    codes = layout.codes(message)[0].view(-1, GROUP_SIZE)[part]  # (32 * G,) -> (part, 32)
-    return decode(BlockScaled(codes, layout.scales(message)[0, part, None]), GRADIENT)
-
-
-def _sum_groups(messages: Tensor, layout: Layout, part: slice) -> Tensor:
-    first, *others = messages.split(1)
-    total = _groups(first, layout, part)
-    for message in others:
-        total += _groups(message, layout, part)
-    return total
-
-
-def _sum_plain(messages: Tensor, layout: Layout) -> Tensor:
-    first, *others = layout.plain(messages).float()
-    for plain in others:
-        first += plain
+def _sum(values: Tensor) -> Tensor:
+    """Sum the rows (N, X) in float32, in their order."""
+    first, *others = values.float()
+    for row in others:
+        first = first + row
     return first
 
 
-def _store(
-    x: Tensor, message: Tensor, layout: Layout, part: slice, first: int, keys: Keys | None
-) -> None:
-    """Encode x (part, 32) float32 into the groups `part` of a message (1, B).
-
-    Args:
-        first: index of the first group in all messages, which selects the random bits.
-    """
-    random = None
+def _store(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None) -> None:
+    """Encode (N * 32 * G,) float32 into the groups of messages (N, B)."""
+    x, random = values.view(-1, GROUP_SIZE), None
     if keys is not None:
-        index = element_index(x.shape[0], x.shape[1], first, 0, GROUP_SIZE, x.device)
+        index = element_index(x.shape[0], x.shape[1], 0, 0, GROUP_SIZE, x.device)
         random = (random_words(index, keys) & 0xFFFF) << 4 | 8
-    encoded = encode(x, GRADIENT, random)
-    codes = layout.codes(message)[0]
-    codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
-    layout.scales(message)[0, part] = encoded.scale.view(-1)
+    codes, scales = encode(x, GRADIENT, random)
+    layout.codes(messages).copy_(codes.view(len(messages), layout.num_values))
+    layout.scales(messages).copy_(scales.view(len(messages), layout.num_groups))

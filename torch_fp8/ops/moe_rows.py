@@ -96,8 +96,7 @@ def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
         x: (T, K) with a scale (T, 1) for each token.
         token: see `torch_fp8.ops.moe_rows.Route`.
     """
-    qdata, scale = gather_payload(x.qdata, x.scale, token)
-    return x._replace(qdata=qdata, scale=scale)
+    return QuantizedTensor(*gather_payload(x.qdata, x.scale, token), x.granularity)
 
 
 def transpose_groups(
@@ -115,8 +114,7 @@ def transpose_groups(
     Returns:
         (K, R) with a scale (E, K), one for each group; zeros after the last group.
     """
-    qdata, scale = transpose_payload(x.qdata, x.scale, offs, token)
-    return x._replace(qdata=qdata, scale=scale)
+    return QuantizedTensor(*transpose_payload(x.qdata, x.scale, offs, token), x.granularity)
 
 
 def _gather_fake(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,16 +29,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.autograd.current_pass import stand_in
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.transpose import transposed_bytes
-from torch_fp8.quantization.formats import Format, format_of
+from torch_fp8.quantization.formats import E4M3, Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
     SQUARE,
     Layouts,
     new_group_scales,
     padded_rows,
+    scale_shape,
 )
 from torch_fp8.quantization.recipe import CastSpec, Granularity
 from torch_fp8.quantization.scaling import raise_slot, scale_from_amax, tensor_amax
@@ -243,15 +245,42 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
     return (*one(x, options.rowwise), *one(columns, options.columnwise))
 
 
-LayoutsAndSums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
+LayoutsPlus = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
+"""`Layouts`, and one more result."""
 
 
-def _sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> LayoutsAndSums:
-    return (*options.new_layouts(x), x.new_empty(x.shape[1], dtype=sum_dtype))
-
-
-@operator(_sum_fake)
-def quantize_2d_sum(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> LayoutsAndSums:
+@operator(lambda x, options, dtype: (*options.new_layouts(x), x.new_empty(x.shape[1], dtype=dtype)))
+def quantize_2d_sum(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> LayoutsPlus:
     """Cast as `quantize_2d`, and sum the rows; the kernel adds in another order."""
     sums = x.sum(0, dtype=torch.float32).to(sum_dtype)
     return (*quantize_2d.reference(x, options), sums)
+
+
+SAVED: Granularity = "block_1x128"
+"""The granularity of tensors saved for backward: E4M3 along C with power-of-two scales (COAT's
+groups, arXiv 2410.19313 section 4, with Hopper's block length).
+"""
+
+
+def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    """Return x as saved for backward: E4M3 (R, C) and scale (R, ceil(C / 128)), or None if not
+    wanted.
+    """
+    q, s, *_ = quantize_2d(x, CastOptions(E4M3.dtype, SAVED, True, wanted, False))
+    return q, s
+
+
+def save_inputs(wanted: bool, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the results of `save_input` of each input in turn."""
+    return tuple(t for x in inputs for t in save_input(x, wanted))
+
+
+def saved_stand_ins(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return placeholders for the results of `save_input`, (R, C), if nothing is saved."""
+    shape = scale_shape(x.shape[0], x.shape[1], SAVED)
+    return stand_in(x.shape, E4M3.dtype, x), stand_in(shape, torch.float32, x)
+
+
+def saved_values(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a saved tensor (FP8 with its scale, or plain with None) as float32 (R, C)."""
+    return x.float() if scale is None else dequantize(QuantizedTensor(x, scale, SAVED))

@@ -7,19 +7,13 @@ transpose depends on a tensor of backward, so that no graph computes it in forwa
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import Payloads, QuantizedTensor, as_layouts, quantize_2d
+from torch_fp8.ops.quantize import LayoutsPlus, Payloads, QuantizedTensor, as_layouts, quantize_2d
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.transpose import transposed_bytes
 
-LayoutsAndTranspose = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
-
-def _fake(x: Tensor, options: CastOptions, payload: Tensor) -> LayoutsAndTranspose:
-    return (*options.new_layouts(x), payload.new_empty((payload.shape[1], payload.shape[0])))
-
-
-@operator(_fake)
-def quantize_2d_beside(x: Tensor, options: CastOptions, payload: Tensor) -> LayoutsAndTranspose:
+@operator(lambda x, options, codes: (*options.new_layouts(x), codes.new_empty(codes.shape[::-1])))
+def quantize_2d_beside(x: Tensor, options: CastOptions, payload: Tensor) -> LayoutsPlus:
     """Cast x (M, N) as `quantize_2d`, tensorwise, and transpose payload (N, K) to (K, N)."""
     layouts = quantize_2d.reference(x, options)
     return (*layouts, transposed_bytes.reference(payload, payload.shape[0]))

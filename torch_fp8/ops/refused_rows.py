@@ -86,12 +86,7 @@ def find_rows(
         raise refusal
     (rows, contracted), (a, b) = shape, kind.scales
     gemm = f"GEMM of {a} by {b} scales with M = {rows}, K = {contracted}, N = {kind.cols}"
-    refused = {tuple(shape)}
     for multiple in _MULTIPLES:
-        larger = whole(rows, multiple), kind.contracted
-        if larger in refused:
-            continue
-        refused.add(larger)
         try:
             output = product(multiple)
         except RuntimeError as error:
@@ -100,8 +95,9 @@ def find_rows(
             continue
         if not any((known.device, known.scales) == kind[:2] for known in padded):
             warnings.warn(
-                f"FP8: {kind.device} refuses a {gemm}. It runs padded to M = {larger[0]}, K = "
-                f"{larger[1]}, and so do other refused GEMMs with these scales",
+                f"FP8: {kind.device} refuses a {gemm}. It runs padded to M = "
+                f"{whole(rows, multiple)}, K = {kind.contracted}, and so do other refused GEMMs "
+                "with these scales",
                 stacklevel=2,
             )
         padded[kind] = multiple

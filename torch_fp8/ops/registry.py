@@ -34,6 +34,8 @@ from torch_fp8.quantization.formats import MIN_CAPABILITY
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")
 _SCHEMA_TYPES = {Tensor: "Tensor", torch.dtype: "ScalarType"}
 
+_module = functools.cache(import_module)
+
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
@@ -105,11 +107,6 @@ def operator(
     return define_operator
 
 
-@functools.cache
-def _module(name: str) -> Any:
-    return import_module(name)
-
-
 def define(
     schema: str,
     *implementations: Callable[..., Any],
@@ -171,13 +168,7 @@ def _first(args: Sequence[Any]) -> Tensor:
 
 def _flat(args: Sequence[Any]) -> list[Any]:
     """Return the arguments with tuples flattened, as in a schema."""
-    flattened: list[Any] = []
-    for argument in args:
-        if isinstance(argument, tuple):
-            flattened.extend(argument)
-        else:
-            flattened.append(argument)
-    return flattened
+    return [x for part in args for x in (part if isinstance(part, tuple) else (part,))]
 
 
 def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs, NormWithRstd
-from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input, saved_values
+from torch_fp8.ops.quantize import quantize_2d, save_input, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
@@ -35,9 +35,7 @@ def rms_norm(norm: NormWithRstd) -> Tensor:
     return y.to(out_dtype).contiguous()
 
 
-def _statistics_fake(
-    inputs: NormInputs, save: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _statistics_fake(inputs: NormInputs, save: bool) -> tuple[Tensor | None, ...]:
     x = inputs.x
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
     return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
@@ -63,7 +61,7 @@ def rms_norm_statistics(
     return (rstd, tensor_amax(y), *save_input(x, save))
 
 
-@operator(lambda norm, options: cast_result_fake(norm.x, options))
+@operator(lambda norm, options: options.new_layouts(norm.x))
 def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """Cast `rms_norm` to FP8 in the requested layouts, in one read of x (rowwise: unfused).
 
@@ -72,16 +70,14 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
         options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale, whose
             slot is raised to the amax.
     Returns:
-        ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
-    Raises:
-        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
+        ``(q, s, qt, st)``, see `torch_fp8.ops.quantize.quantize_2d`.
     """
-    return cast_result(rms_norm.reference(norm), options)
+    return quantize_2d(rms_norm.reference(norm), options)
 
 
 def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Tensor | None, ...]:
     rstd, _, *saved = _statistics_fake(inputs, save)
-    return (*cast_result_fake(inputs.x, options, finds_amax=True), rstd, *saved)
+    return (*options.new_layouts(inputs.x), rstd, *saved)
 
 
 @operator(_once_fake, results=7)
@@ -104,12 +100,10 @@ def rms_norm_quantize_once(
             operator then needs one launch if one program holds all of x.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale)``.
-    Raises:
-        ValueError: if a granularity other than tensorwise has an amax or a scale.
     """
     rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
     y = rms_norm.reference(inputs.with_rstd(rstd))
-    return (*cast_result(y, options, finds_amax=True), rstd, *saved)
+    return (*quantize_2d(y, options), rstd, *saved)
 
 
 def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:

@@ -87,11 +87,10 @@ def _reference(*args: Any) -> Tensor:
             rows, options = slice(start, end), {"fast_accum": fast_accum, "emulate": emulate}
             if form == "rows":
                 left, right = _rows(a[rows], a_scale[rows]), _rows(b[group], b_scale[group])
-                output[rows] = scaled_matmul(left, right, out_dtype, **options)
             else:
-                left = _rows(a[:, rows], a_scale[group])
-                right = _rows(b[:, rows], b_scale[group])
-                output[group] = scaled_matmul(left, right, out_dtype, **options)
+                left, right = (_rows(x[:, rows], s[group]) for x, s in ((a, a_scale), (b, b_scale)))
+            product = scaled_matmul(left, right, out_dtype, **options)
+            output[rows if form == "rows" else group] = product
         start = end
     return output
 

@@ -129,26 +129,15 @@ def _multiply(
         zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias
     if emulate or a.qdata.is_cpu:
-        a, b = _narrowed(a, contracted), _narrowed(b, contracted)
+        # Without the zeros beyond the columns.
+        a, b = (x._replace(qdata=x.qdata[:, :contracted].contiguous()) for x in (a, b))
         return _emulated(a, b, out_dtype, fast_accum, bias)
     return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
-
-
-def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
-    """Drop the zeros beyond `cols` columns."""
-    if x.qdata.shape[1] == cols:
-        return x
-    return x._replace(qdata=x.qdata[:, :cols].contiguous())
 
 
 def _scaled_mm_impl(*args: Any) -> Tensor:
     a, b, options = QuantizedTensor(*args[:3]), QuantizedTensor(*args[3:6]), args[6:]
     return _multiply(a, b, *options).contiguous()
-
-
-def _scaled_mm_fake(a: Tensor, *args: Any) -> Tensor:
-    b, out_dtype = args[2], args[7]
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 define(
@@ -157,7 +146,7 @@ define(
     "bool emulate) -> Tensor",
     _scaled_mm_impl,
     _scaled_mm_impl,
-    _scaled_mm_fake,
+    lambda *args: args[0].new_empty((args[0].shape[0], args[3].shape[0]), dtype=args[8]),
 )
 _operator: Any = torch.ops.torch_fp8.scaled_mm.default
 
@@ -282,29 +271,24 @@ def multiply_laid_out(
         native_dtype = _rowwise_dtype(a.qdata.device)
     in_gemm = bias is not None and _takes_bias(granularity, out_dtype)
     fits = width == contracted and contracted % GEMM_ALIGNMENT == 0
-    laid_out_a = a
-    if not fits or granularity != "tensorwise":
-        laid_out_a = operand(a, contracted, is_b=False)
+    as_it_is = fits and granularity == "tensorwise"
+    laid_out_a = a if as_it_is else operand(a, contracted, is_b=False)
     in_epilogue = bias if in_gemm else None
     if in_epilogue is not None and b.qdata.shape[0] != cols:
         in_epilogue = F.pad(in_epilogue, (0, b.qdata.shape[0] - cols))  # (S,) -> padded
     options = native_dtype, fast_accum, in_epilogue
     known = refused_rows.padded
     multiple = known.get(refused_rows.sizes(laid_out_a, b, *options)) if known else None
-    try:
-        if multiple is None:
+    if multiple is not None:
+        output = _padded_product(multiple, a, laid_out, *options)
+    else:
+        try:
             output = _product(laid_out_a, laid_out, *options)
-        else:
-            output = _padded_product(a, laid_out, multiple, *options)
-    except RuntimeError as refusal:
-        if multiple is not None:
-            raise
-        output = refused_rows.find_rows(
-            refusal,
-            refused_rows.sizes(laid_out_a, b, *options),
-            laid_out_a.qdata.shape,
-            lambda multiple: _padded_product(a, laid_out, multiple, *options),
-        )
+        except RuntimeError as refusal:
+            kind, shape = refused_rows.sizes(laid_out_a, b, *options), laid_out_a.qdata.shape
+            output = refused_rows.find_rows(
+                refusal, kind, shape, lambda m: _padded_product(m, a, laid_out, *options)
+            )
     if output.shape != (rows, cols):
         output = output[:rows, :cols]  # a view, with the padded row stride
     if native_dtype != out_dtype:
@@ -316,7 +300,7 @@ def _product(a: QuantizedTensor, b: LaidOut, *options: Any) -> Tensor:
     return _scaled_mm(aligned_operand(a), b.arguments, *options)
 
 
-def _padded_product(a: QuantizedTensor, b: LaidOut, multiple: int, *options: Any) -> Tensor:
+def _padded_product(multiple: int, a: QuantizedTensor, b: LaidOut, *options: Any) -> Tensor:
     """Multiply with rows padded to a multiple of a number, and contracted columns to one of 128."""
     contracted = refused_rows.whole(b.contracted)
     a = operand(a, contracted, is_b=False, row_multiple=multiple)

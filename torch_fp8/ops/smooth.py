@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input
-from torch_fp8.ops.quantize import Payloads, as_layouts
+from torch_fp8.ops.quantize import Payloads, as_layouts, quantize_2d, save_inputs
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.swiglu import swiglu
 from torch_fp8.quantization.scaling import SMOOTH_RANGE
@@ -42,11 +41,7 @@ def column_amax(x: Tensor) -> Tensor:
     return x.abs().amax(0).float()
 
 
-def _save_fake(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
-    return (*save_input(gate, save), *save_input(up, save), _column_fake(gate))
-
-
-@operator(_save_fake, results=5)
+@operator(lambda gate, up, save: (*save_inputs(save, gate, up), _column_fake(gate)), results=5)
 def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
     """Save gate and up as `torch_fp8.ops.swiglu.swiglu_save`, and compute the amax of each column.
 
@@ -58,7 +53,7 @@ def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | 
         float32 of ``silu(gate) * up``. All come from one read.
     """
     amax = column_amax.reference(swiglu.reference(gate, up, None))
-    return (*save_input(gate, save), *save_input(up, save), amax)
+    return (*save_inputs(save, gate, up), amax)
 
 
 @operator(lambda amax: (torch.empty_like(amax), torch.empty_like(amax), amax.new_empty(())))
@@ -86,7 +81,7 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return s, inverse, smoothed
 
 
-@operator(lambda x, factors, options: cast_result_fake(x, options), results=4)
+@operator(lambda x, factors, options: options.new_layouts(x), results=4)
 def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
     """Cast ``x * factors``, computed in float32, to FP8 in one read (rowwise: unfused).
 
@@ -95,9 +90,9 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
         factors: (C,) float32.
         options: the cast; tensorwise with an amax or a scale of the result.
     Returns:
-        ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
+        ``(q, s, qt, st)``, see `torch_fp8.ops.quantize.quantize_2d`.
     """
-    return cast_result((x.float() * factors).contiguous(), options)
+    return quantize_2d((x.float() * factors).contiguous(), options)
 
 
 def smoothed_layouts(x: Tensor, factors: Tensor, options: CastOptions) -> Payloads:

@@ -14,12 +14,12 @@ GPU, so now and then h is the neighbouring BF16 value, and rarely its FP8 code d
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """
 
-import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input
+from torch_fp8.ops.quantize import quantize_2d, save_input, save_inputs
 from torch_fp8.ops.registry import operator
+from torch_fp8.quantization.payload_shape import new_scale
 from torch_fp8.quantization.scaling import tensor_amax
 
 
@@ -36,14 +36,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     return (h if smooth is None else h * smooth).to(gate.dtype).contiguous()
 
 
-def _save_fake(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
-) -> tuple[Tensor | None, ...]:
-    amax = gate.new_empty((), dtype=torch.float32)
-    return (*save_input(gate, save), *save_input(up, save), amax)
-
-
-@operator(_save_fake)
+@operator(lambda gate, up, _, save=True: (*save_inputs(save, gate, up), new_scale(gate)))
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
@@ -60,14 +53,10 @@ def swiglu_save(
     return (*save_input(gate, save), *save_input(up, save), amax)
 
 
-def _quantize_fake(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    results = cast_result_fake(gate, options, finds_amax=True)
-    return (*results, *save_input(gate, save), *save_input(up, save))
-
-
-@operator(_quantize_fake, results=8)
+@operator(
+    lambda gate, up, _, options, save: (*options.new_layouts(gate), *save_inputs(save, gate, up)),
+    results=8,
+)
 def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
@@ -81,9 +70,7 @@ def swiglu_quantize(
         save: whether to return gate and up as `swiglu_save` does, from the same read.
     Returns:
         ``(q, s, qt, st, gate_q, gate_s, up_q, up_s)``; for the first four see
-        `torch_fp8.ops.fused_quantize`.
-    Raises:
-        ValueError: if a granularity other than tensorwise has an amax or a scale.
+        `torch_fp8.ops.quantize.quantize_2d`.
     """
-    results = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
-    return (*results, *save_input(gate, save), *save_input(up, save))
+    results = quantize_2d(swiglu.reference(gate, up, smooth), options)
+    return (*results, *save_inputs(save, gate, up))

@@ -17,18 +17,15 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
-from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, saved_values
+from torch_fp8.ops.quantize import quantize_2d, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _backward_fake(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
-    dgate, dup = (inputs.grad.new_empty(inputs.grad.shape, dtype=inputs.out_dtype) for _ in "12")
-    return dgate, dup
-
-
-@operator(_backward_fake)
+@operator(
+    lambda inputs: tuple(x.new_empty(x.shape, dtype=inputs.out_dtype) for x in [inputs.grad] * 2)
+)
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dgate = grad * up * (sig + gate * sig * (1 - sig))``, ``dup = grad * gate * sig``.
 
@@ -56,7 +53,7 @@ def _quantize_fake(
     inputs: BackwardInputs, options: CastOptions, *of_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     casts = options.of_gradients(*of_up)
-    return tuple(t for cast in casts for t in cast_result_fake(inputs.grad, cast))
+    return tuple(t for cast in casts for t in cast.new_layouts(inputs.grad))
 
 
 @operator(_quantize_fake, results=8)
@@ -75,11 +72,9 @@ def swiglu_backward_quantize(
         dup_scale, dup_amax: the scale and the slot of dup, if dgate's scale is given.
     Returns:
         ``(q, s, qt, st)`` of dgate, then the same of dup: eight results.
-    Raises:
-        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
     gradients, casts = swiglu_backward.reference(inputs), options.of_gradients(dup_scale, dup_amax)
-    return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in cast_result(d, cast))
+    return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in quantize_2d(d, cast))
 
 
 def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
@@ -88,12 +83,7 @@ def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (first, second) if gate_first else (second, first)
 
 
-def _joined_fake(inputs: BackwardInputs, gate_first: bool) -> Tensor:
-    rows, cols = inputs.grad.shape
-    return inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
-
-
-@operator(_joined_fake)
+@operator(lambda inputs, _: inputs.grad.repeat(1, 2).to(inputs.out_dtype))
 def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """Compute both results of `swiglu_backward` in one matrix, (R, 2 C) of `inputs.out_dtype`.
 
@@ -111,7 +101,7 @@ def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     return tensor_amax(gate_up_backward.reference(inputs, True))
 
 
-@operator(lambda inputs, first, options: cast_result_fake(_joined_fake(inputs, first), options))
+@operator(lambda inputs, _, options: options.new_layouts(inputs.grad, 2 * inputs.grad.shape[1]))
 def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
 ) -> Layouts:
@@ -127,7 +117,5 @@ def gate_up_backward_quantize(
             whose slot is raised to the amax of both halves.
     Returns:
         See `Layouts`.
-    Raises:
-        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
-    return cast_result(gate_up_backward.reference(inputs, gate_first), options)
+    return quantize_2d(gate_up_backward.reference(inputs, gate_first), options)

@@ -79,14 +79,12 @@ def check_trained(optimizer: Optimizer, config: FP8Config, model: nn.Module | No
             f"parameters of {type(optimizer).__name__} were created inside torch.inference_mode(), "
             "and autograd cannot train them; create the model outside it"
         )
-    if model is None:
-        if config.opt_level == "O3":
-            raise ValueError(
-                "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
-                "convert_optimizer(optimizer, config, model=model)"
-            )
-        return
-    own = set(model.parameters())
+    if model is None and config.opt_level == "O3":
+        raise ValueError(
+            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
+            "convert_optimizer(optimizer, config, model=model)"
+        )
+    own = set() if model is None else set(model.parameters())
     if held and own and own.isdisjoint(held):
         raise ValueError(
             f"none of the {len(held)} parameters of {type(optimizer).__name__} is one of the "
@@ -104,8 +102,7 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None) -> None:
         model: the model that gives the parameters' names, or None if the error numbers them.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, parameter in enumerate(parameters):
+    for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if is_large(parameter) or parameter.dtype == torch.bfloat16:
             check_sharding(parameter, named.get(parameter, f"parameter {i}"))
 
@@ -135,17 +132,6 @@ def check_sharding(parameter: Tensor, name: str) -> None:
             )
 
 
-_OF_OPTIMI = (
-    "decouple_lr",
-    "max_lr",
-    "kahan_sum",
-    "foreach",
-    "triton",
-    "gradient_release",
-    "setup",
-)
-
-
 class StableAdamW(torch.optim.AdamW):
     """An AdamW that clips its updates after `convert_optimizer`, but not before."""
 
@@ -170,9 +156,10 @@ def adopt_stable_adamw(optimizer: Optimizer, config: FP8Config) -> FP8Config:
 
 def _become_adamw(optimizer: Optimizer) -> None:
     of_adamw = torch.optim.AdamW([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults
+    of_optimi = optimizer.defaults.keys() - {"lr", "weight_decay", "eps"}
     for group in [*optimizer.param_groups, optimizer.defaults]:
-        group["betas"] = (group.pop("beta1"), group.pop("beta2"))
-        for name in _OF_OPTIMI:
+        group["betas"] = group["beta1"], group["beta2"]
+        for name in of_optimi:
             group.pop(name, None)
         group.update({name: value for name, value in of_adamw.items() if name not in group})
     handle = optimizer.register_load_state_dict_post_hook(lambda _: None)
@@ -198,9 +185,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
     heads = high_precision_modules(model, config.skip)
     adapters = adapter_modules(model)
     adapters |= {m for name, m in model.named_modules() if _TRAINED_WITH_ADAPTERS.search(name)}
-    parents: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        parents |= dict.fromkeys(module.children(), module)
+    parents = {child: module for module in model.modules() for child in module.children()}
     reasons: dict[Tensor, str | None] = {}
     for tensor in _overlapping([*model.parameters(), *model.buffers()]):
         reasons[tensor] = "sharing memory with another parameter or buffer"
@@ -208,9 +193,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
         if type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.is_shared():
             reasons[tensor] = "sharing memory with other processes"
     for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             reason = None
             if module not in heads:
                 of_adapters = "of adapters" if module in adapters else None
@@ -225,8 +208,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
 
 def has_linear_forward(module: nn.Module) -> bool:
     """Return whether a module has ``nn.Linear``'s forward and alone reads its weight."""
-    forward = user_class(type(module)).forward
-    linear = isinstance(module, nn.Linear) and forward is nn.Linear.forward
+    linear = isinstance(module, nn.Linear) and user_class(type(module)).forward is nn.Linear.forward
     # nn.MultiheadAttention reads its output layer's weight without calling the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
@@ -240,12 +222,13 @@ def _overlapping(tensors: list[Tensor]) -> set[Tensor]:
             end = x.data_ptr() + (1 + sum(steps)) * x.element_size()
             spans.append((str(x.device), x.data_ptr(), end, x))
     overlapping: set[Tensor] = set()
-    device, reach, last = "", 0, None
-    for place, start, end, x in sorted(spans, key=lambda span: span[:2]):
-        if last is not None and place == device and 0 < start < reach:
+    reached: dict[str, tuple[int, Tensor]] = {}
+    for device, start, end, x in sorted(spans, key=lambda span: span[:2]):
+        reach, last = reached.get(device, (0, x))
+        if 0 < start < reach:
             overlapping |= {last, x}
-        if last is None or place != device or end > reach:
-            device, reach, last = place, end, x
+        if end > reach:
+            reached[device] = end, x
     return overlapping
 
 

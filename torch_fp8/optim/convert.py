@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,27 +27,21 @@ from torch_fp8.optim.arguments import (
 )
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
-from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
+from torch_fp8.optim.embedding_dtype import HalfWeight, hide_weights, keep_output_dtype
 from torch_fp8.optim.gradient_slot import attach_slots, detach_slots
 from torch_fp8.optim.kept_payloads import keep_payloads
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport
 from torch_fp8.optim.residual import drop_residuals
-from torch_fp8.optim.split_optimizer import (
-    SplitOptimizer,
-    join_parameters,
-    reason_to_keep_weights,
-    split_parameters,
-)
+from torch_fp8.optim.split_optimizer import SplitOptimizer, join_parameters, reason_to_keep_weights
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8.tensor.split_weight import SplitWeight
-from torch_fp8.tensor.swap import REFERRED, swappable
+from torch_fp8.tensor.readable import REFERRED, swappable
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
@@ -109,15 +104,10 @@ def convert_optimizer(
         state: State = optimizer.state.get(parameter, {})
         if "exp_avg" in state:  # of steps before the conversion
             settle_moments(parameter, state)
+    parameters = [p for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)]
     split = _split_weights(optimizer, model)
-    report = OptimizerReport(
-        name,
-        True,
-        num_cached=keep_payloads(optimizer, model),
-        num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
-        **split,
-    )
-    _convert_gradients(optimizer, model)
+    num_large, num_cached = sum(map(is_large, parameters)), keep_payloads(optimizer, model)
+    report = OptimizerReport(name, True, num_cached=num_cached, num_large=num_large, **split)
     return gradients_report(optimizer, report)
 
 
@@ -125,51 +115,43 @@ def _keep_states(
     optimizer: Optimizer, report: OptimizerReport, model: nn.Module | None, config: FP8Config
 ) -> OptimizerReport:
     """Split the weights of an optimizer that keeps its own states."""
+    muon = is_muon(optimizer)
     if config.opt_level == "O1" or not config.split_weights:
         restore_weights(optimizer)
-        if config.opt_level != "O1" and is_muon(optimizer):
-            report = replace(report, reason="its int8 momentum needs split weights")
-        return report
-    why = None if isinstance(optimizer, SplitOptimizer) else reason_to_keep_weights(optimizer)
-    if why is not None:
-        return replace(report, reason=f"{report.reason}; its weights stay float32: {why}")
-    muon = is_muon(optimizer)
+        needs_split = muon and config.opt_level != "O1"
+        reason = "its int8 momentum needs split weights" if needs_split else report.reason
+        return replace(report, reason=reason)
     if not isinstance(optimizer, SplitOptimizer):
+        why = reason_to_keep_weights(optimizer)
+        if why is not None:
+            return replace(report, reason=f"{report.reason}; its weights stay float32: {why}")
         swap_class(optimizer, MuonOptimizer if muon else SplitOptimizer)
     assert isinstance(optimizer, SplitOptimizer)
     optimizer.set_config(config)
-    split = _split_weights(optimizer, model)
-    _convert_gradients(optimizer, model)
-    options = given(config, "adam")
-    if muon:
-        released = optimizer.fp8_config.gradient_release
-        options = [name for name in options if name != "gradient_release" or not released]
-        states = f"an int8 momentum, {counted(split['num_split'], 'weight')} in two halves"
-        report = replace(report, reason=None, states=states)
+    report = replace(report, converted=True, **_split_weights(optimizer, model))
+    released = muon and optimizer.fp8_config.gradient_release
+    options = [n for n in given(config, "adam") if n != "gradient_release" or not released]
     verb = "is" if len(options) == 1 else "are"
-    of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
-    report = replace(
-        report,
-        converted=True,
-        reason="; ".join([report.reason, *of_adam]) if report.reason else None,
-        notes=tuple(of_adam) if report.reason is None else (),
-        **split,
-    )
+    of_adam = (f"{' and '.join(options)} {verb} for Adam and AdamW",) if options else ()
+    if muon:
+        states = f"an int8 momentum, {counted(report.num_split, 'weight')} in two halves"
+        report = replace(report, reason=None, states=states, notes=of_adam)
+    else:
+        report = replace(report, reason="; ".join([str(report.reason), *of_adam]))
     return gradients_report(optimizer, report)
 
 
 def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> dict[str, Any]:
-    """Split weights; return `OptimizerReport` fields of these and of large float32 weights."""
+    """Split weights, and quantize gradients; return the fields of the report that count weights."""
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = _wrapped(model)
     num_split, to_split, stay = 0, list[Tensor](), list[str]()
     for _, _, parameter in optimizer.indexed_parameters():
-        if parameter.dtype != torch.float32 or not is_large(parameter):
+        is_float32 = parameter.dtype == torch.float32 and is_large(parameter)
+        if not is_float32 or not parameter.requires_grad:
             continue
-        if not parameter.requires_grad:
-            continue
-        if isinstance(local(parameter), (SplitShard, SplitWeight)):
+        if isinstance(local(parameter), SplitWeight):
             num_split += 1
             continue
         reason = reasons.get(parameter, unknown)
@@ -185,11 +167,29 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
             stay.append(reason)
             continue
         to_split.append(parameter)
-    split_parameters(dict.fromkeys(to_split))
+    _split(dict.fromkeys(to_split))
     if model is not None:
         _keep_dtypes(optimizer, model)
+    _convert_gradients(optimizer, model)
     num_split += len(to_split)
     return {"num_split": num_split, "num_float32": len(stay), "why_float32": _in_words(stay)}
+
+
+def _split(parameters: Iterable[Tensor]) -> None:
+    """Split each float32 Parameter (`torch_fp8.tensor.split_weight`).
+
+    If that fails for one of them, for example for lack of memory, those before it are joined again.
+
+    Args:
+        parameters: leaves that are not sharded and that torch can swap (`swappable`).
+    """
+    split: list[Tensor] = []
+    try:
+        for parameter in parameters:
+            split.append(split_parameter(parameter))
+    except BaseException:
+        join_parameters(split)
+        raise
 
 
 def _in_words(reasons: list[str]) -> str | None:
@@ -216,21 +216,16 @@ def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:
         if isinstance(module, Float8Layer):
             multiplies = not module.fp8.config.eval_fp8
         if multiplies and module.weight in split:
-            multiply_half(module)
+            hide_weights(module, HalfWeight())
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
     """Update the fields of `report` that wrapping can change: 8-bit gradients and hooks."""
     if not isinstance(optimizer, ConvertedOptimizer):
         return report
-    return replace(
-        report,
-        num_fp8_gradients=sum(
-            optimizer.has_fp8_gradient(p) for *_, p in optimizer.indexed_parameters()
-        ),
-        why_bf16_gradients=optimizer.fp8_why_bf16_gradients,
-        num_hooks_restored=optimizer.fp8_hooks_restored,
-    )
+    num = sum(optimizer.has_fp8_gradient(p) for *_, p in optimizer.indexed_parameters())
+    why, hooks = optimizer.fp8_why_bf16_gradients, optimizer.fp8_hooks_restored
+    return replace(report, num_fp8_gradients=num, why_bf16_gradients=why, num_hooks_restored=hooks)
 
 
 def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -> None:
@@ -273,8 +268,6 @@ def restore_weights(optimizer: Optimizer) -> int:
 
 def _reason_to_leave(optimizer: Optimizer) -> str | None:
     cls = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
-    if cls in _BASES:
-        return None
     if not isinstance(optimizer, _BASES):
         return "8-bit states are for Adam and AdamW"
     inherited = all(
@@ -303,11 +296,9 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
     """Warn if the learning rate is so low that rounding noise hides a part of the updates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     in_bf16 = any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters)
-    if config.split_weights or not in_bf16:
-        return
     rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
     small = [rate for rate in rates if 0 < rate < 1e-5]
-    if small:
+    if small and in_bf16 and not config.split_weights:
         warnings.warn(
             "FP8Config(split_weights=False) with BF16 weights at the learning rate "
             f"{min(small):g}: rounding noise then hides part of the updates (their cosine to "

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch_fp8.quantization.split_float import EXACT_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
+
+_OURS = ("fp8_", "_fp8_")
+"""Beginnings of the names of attributes that copies of an optimizer have, too."""
 
 
 class ConvertedOptimizer(Optimizer):
@@ -40,13 +43,6 @@ class ConvertedOptimizer(Optimizer):
     fp8_hooks_restored: int = 0
     fp8_released: set[Tensor]
     _fp8_base: type[Optimizer]
-    _fp8_attributes: ClassVar[tuple[str, ...]] = (
-        "fp8_config",
-        "fp8_why_bf16_gradients",
-        "fp8_hooks_restored",
-        "fp8_released",
-        "_fp8_base",
-    )
 
     def set_config(self, config: FP8Config) -> None:
         """Set the configuration."""
@@ -79,7 +75,7 @@ class ConvertedOptimizer(Optimizer):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in self._fp8_attributes}
+        own = {name: value for name, value in vars(self).items() if name.startswith(_OURS)}
         indexed = self.indexed_parameters()
         # Copying turns split weights into plain float32 and drops the residuals of BF16 weights.
         split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]
@@ -129,7 +125,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
 
     Frameworks log learning rates under the name of the class.
     """
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    named = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # If a compiled function calls step, the graph breaks there and the step runs eagerly.
     step: Any = torch.compiler.disable(outside_inference_mode(ours.step))
     step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `run_closure` notes the call
@@ -144,10 +140,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
         return kind.mro(cls) if is_subclass else [cls, *order]
 
     meta: Any = type(kind.__name__, (kind,), {"mro": mro})
-    methods = {"step": step, "load_state_dict": load}
-    namespace = {**named, "__doc__": base.__doc__, **methods}
-    cls: type[ConvertedOptimizer] = meta(base.__name__, (base, ours), namespace)
-    return cls
+    return meta(base.__name__, (base, ours), {**named, "step": step, "load_state_dict": load})
 
 
 def unhooked(method: Any) -> Any:
@@ -163,8 +156,7 @@ def _rebuild(ours: Any, base: Any) -> Any:
 def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
     """Change the optimizer's class, and remove a scheduler's wrapper around the old ``step``."""
     base: Any = type(optimizer)
-    cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
-    optimizer.__class__ = cls
+    optimizer.__class__ = converted_class(ours, base)  # type: ignore[arg-type]
     optimizer.__dict__["_fp8_base"] = base
     # torch adds hooks and the profiler to step once per class; __setstate__ does so, too.
     Optimizer.__setstate__(optimizer, {})

@@ -116,25 +116,13 @@ def hide_weights(module: nn.Module, before: Hook) -> bool:
     return True
 
 
-def multiply_half(linear: nn.Module) -> None:
-    """Make a high-precision linear layer multiply by its weight's BF16 half under autocast."""
-    hide_weights(linear, HalfWeight())
-
-
-def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
-    """Make the embeddings of `model` whose weights are in `split` return float32.
-
-    Returns:
-        The number of embeddings that received the hooks in this call.
-    """
-    count = 0
+def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> None:
+    """Make the embeddings of `model` whose weights are in `split` return float32."""
     for module in model.modules():
         embeds = isinstance(module, _EMBEDDINGS) and module.weight in split
         if embeds and hide_weights(module, HalfWeight()):
             output = Float32Output()
             output.handle = module.register_forward_hook(output)
-            count += 1
-    return count
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ split and reorder groups in between.
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,19 +61,6 @@ def finish_release(optimizer: Any) -> None:
         )
 
 
-class GradientExchange(Protocol):
-    """Averages gradients over ranks during backward.
-
-    Attributes:
-        rank: this process's rank.
-    """
-
-    rank: int
-
-    def ready(self, parameter: Tensor) -> bool:
-        """Take ``parameter.grad``, complete on this rank; return whether this backward averages."""
-
-
 class GradientSlot:
     """The owner of a parameter's gradient: it quantizes, releases or hands it to an exchange.
 
@@ -82,20 +69,15 @@ class GradientSlot:
             random bits.
         quantize: whether the gradient becomes a `Float8Grad`.
         release: whether the optimizer steps in backward.
-        exchange: the exchange that averages the gradient over ranks, or None.
+        exchange: the reducer (`torch_fp8.distributed.ddp.fp8_grad_reducer`) that averages the
+            gradient over ranks, or None.
     """
 
     index = 0
     quantize = False
     release = False
-    exchange: GradientExchange | None = None
+    exchange: Any = None
     _optimizer: Callable[[], Any] = staticmethod(lambda: None)
-
-    def serve(self, optimizer: Any, index: int) -> None:
-        """Set the optimizer that steps the parameter."""
-        if not self.belongs_to(optimizer):
-            self._optimizer = weakref.ref(optimizer)
-        self.index = index
 
     @torch.compiler.disable  # a compiled function that calls loss.backward() would trace it
     @torch.no_grad()
@@ -138,8 +120,7 @@ class GradientSlot:
             exchanged: whether the gradient is an average over ranks, which all ranks must round
                 alike.
         """
-        grad = stored_grad(parameter)
-        assert grad is not None
+        grad: Any = stored_grad(parameter)
         shard = local(grad)
         if isinstance(shard, Float8Grad) or _is_partial(grad):
             return
@@ -206,19 +187,20 @@ def give_slot(optimizer: Any, index: int, parameter: Tensor) -> GradientSlot:
         parameter.requires_grad_(True)  # also a frozen weight, which may be trained later
         parameter.register_post_accumulate_grad_hook(slot)
         parameter.requires_grad_(trained)
-    slot.serve(optimizer, index)
+    if not slot.belongs_to(optimizer):
+        slot._optimizer = weakref.ref(optimizer)
+    slot.index = index
     return slot
 
 
 def detach_slots(optimizer: Optimizer) -> None:
     """Remove all slots that serve this optimizer."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            slot = slot_of(parameter)
-            if slot is not None and slot.belongs_to(optimizer):
-                remove_slot(parameter)
-                if is_released(parameter):
-                    parameter.grad = None
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        slot = slot_of(parameter)
+        if slot is not None and slot.belongs_to(optimizer):
+            remove_slot(parameter)
+            if is_released(parameter):
+                parameter.grad = None
 
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
@@ -239,8 +221,7 @@ def _take_out(parameter: Tensor) -> None:
 
     The gradient is a view of the float32 buffer of a whole block, which it would keep alive.
     """
-    grad = parameter.grad
-    assert grad is not None
+    grad: Any = parameter.grad
     shard = local(grad)
     if type(shard) is not Tensor:
         return

@@ -21,8 +21,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.one_rank import answer_of_one, can_ask
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.payload_cast import PayloadCast
+from torch_fp8.tensor.halves import Halves, PayloadCast
 from torch_fp8.tensor.split_weight import SplitWeight
 
 SHARE = 8
@@ -65,8 +64,7 @@ def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, 
     """Return how layers cast the stepped weights that are stored in two halves."""
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     casts: dict[Halves, PayloadCast] = {}
-    modules = [] if model is None else list(model.modules())  # compiled modules have no truth value
-    for module in modules:
+    for module in () if model is None else model.modules():  # compiled ones have no truth value
         if isinstance(module, Float8Layer) and module.fp8.config.backend == "torch":
             transposed, weights = type(module).fp8_transposed, [module.weight]
         elif isinstance(module, Float8Experts):

@@ -45,7 +45,7 @@ def merged_state_dict(
     merged = {}
     for name, value in _state(model).items():
         if isinstance(value, nn.Parameter) and value not in joined:
-            joined[value] = _merged(value, owner.get(value), dtype)
+            joined[value] = _merged(value, owner, dtype)
         merged[name] = joined[value] if isinstance(value, nn.Parameter) else _copied(value)
     return merged
 
@@ -73,11 +73,7 @@ def stream_state_dict(
     check_arguments(stream_state_dict, locals())
     owner = _owners(optimizer)
     for name, value in _state(model).items():
-        with torch.no_grad():
-            if isinstance(value, nn.Parameter):
-                yield name, _merged(value, owner.get(value), dtype)
-            else:
-                yield name, _copied(value)
+        yield name, _merged(value, owner, dtype)
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -103,12 +99,13 @@ def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | None) -> Tensor:
-    if not parameter.is_floating_point():
-        return parameter.detach().cpu().clone()
-    whole = parameter.detach()
-    if optimizer is not None and (dtype is not None or residual_of(parameter) is not None):
-        whole = join_weight(parameter)
+@torch.no_grad()
+def _merged(value: Any, owner: dict[Tensor, Optimizer], dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, nn.Parameter) or not value.is_floating_point():
+        return _copied(value)
+    whole = value.detach()
+    if value in owner and (dtype is not None or residual_of(value) is not None):
+        whole = join_weight(value)
     return whole.to(device="cpu", dtype=dtype or whole.dtype, copy=True)
 
 

@@ -177,11 +177,9 @@ def releases(optimizer: ConvertedOptimizer) -> bool:
 
 def steps_by_shards(parameter: Tensor) -> bool:
     """Return whether a weight is a matrix sharded by rows."""
-    return (
-        isinstance(parameter, DTensor)
-        and parameter.ndim == 2
-        and all(p.is_replicate() or p.is_shard(0) for p in parameter.placements)
-    )
+    if not isinstance(parameter, DTensor) or parameter.ndim != 2:
+        return False
+    return all(p.is_replicate() or p.is_shard(0) for p in parameter.placements)
 
 
 def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
@@ -192,7 +190,6 @@ def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
         momentum: float32 DTensor (R, K) of the same sharding.
         group: options of ``torch.optim.Muon``.
     """
-    assert weight.grad is not None
     grad, buffer, shard = (local(t.detach()) for t in (weight.grad, momentum, weight))
     grad = plain(grad)
     beta, rate = group["momentum"], float(group["lr"])
@@ -209,8 +206,7 @@ def _gathered(weight: Tensor, update: Tensor) -> Tensor:
     """All-gather an update's int8 codes: (R / ranks, K) float32 on each rank -> (R, K) bfloat16."""
     codes, scale = encode(update)
     message = torch.cat([codes, scale.view(torch.int8)], _COLUMNS)  # (R / ranks, K + 2 groups)
-    shape = weight.shape[0], message.shape[_COLUMNS]
-    whole: Any = with_data(weight, message, shape)
+    whole: Any = with_data(weight, message, (weight.shape[0], message.shape[_COLUMNS]))
     # (R, K) and (R, 2 groups)
     codes, scale = whole.full_tensor().split([codes.shape[1], 2 * scale.shape[1]], _COLUMNS)
     return decode(LinearInt8(codes, scale.contiguous().view(torch.bfloat16))).bfloat16()

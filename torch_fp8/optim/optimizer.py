@@ -18,12 +18,12 @@ from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import (
-    FORMAT_VERSION,
     OPTIONS_KEY,
     RESIDUALS_KEY,
     check_state_dict,
     entries,
     has_residual,
+    saved_options,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure
 from torch_fp8.optim.gradient_slot import attach_slots, finish_release
@@ -51,7 +51,6 @@ from torch_fp8.optim.step import (
     step_large,
     step_small,
 )
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS
@@ -84,11 +83,10 @@ class Float8Optimizer(ConvertedOptimizer):
         small: list[Entry] = []
         grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
         with_grads = [(i, g, p, grad) for i, g, p, grad in grads if grad is not None]
-        parameters = [p for _, _, p, _ in with_grads]
         # Kernels write without torch's knowledge, and shards have their own version counters.
         # Increment the versions so that a graph which saved the old value raises an error. Payloads
         # of the new value are kept after this.
-        torch.autograd.graph.increment_version(parameters)
+        torch.autograd.graph.increment_version([p for _, _, p, _ in with_grads])
         for index, group, parameter, grad in with_grads:
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
@@ -163,30 +161,22 @@ class Float8Optimizer(ConvertedOptimizer):
     def _to_checkpoint(self, packed: dict[str, Any]) -> None:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
         encoded = self.fp8_config.checkpoint_states == "fp8"
+        saved = {
+            i: residual_to_checkpoint(p) for i, p in parameters.items() if self.keeps_residual(p)
+        }
+        residuals = {i: residual for i, residual in saved.items() if residual is not None}
         for i, state in packed["state"].items():
-            if i in parameters:  # a hook may have added other entries
-                ours = "step" in state
-                state = (
-                    to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
-                )
-                residual = self._saved_residual(parameters[i]) if ours else None
-                packed["state"][i] = state
-                if residual is not None:
-                    state["residual"] = residual
+            if i not in parameters:  # a hook has added it
+                continue
+            packed["state"][i] = dict(state)
+            if "step" in state:
+                own = {"residual": residuals.pop(i)} if i in residuals else {}
+                packed["state"][i] = to_checkpoint(parameters[i], state, encoded=encoded) | own
         # Not in state or param_groups: torch.distributed.checkpoint needs each of their keys in
         # the file that it loads.
-        packed[OPTIONS_KEY] = {
-            "version": FORMAT_VERSION,
-            "residual_bits": RESIDUAL_BITS,
-            "seed": self.fp8_config.seed,
-            **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
-        }
-        unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
-        residuals = {i: self._saved_residual(p) for i, p in unstepped.items()}
-        packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
-
-    def _saved_residual(self, parameter: Tensor) -> Tensor | None:
-        return residual_to_checkpoint(parameter) if self.keeps_residual(parameter) else None
+        formats = {FORMATS_KEY: STATE_FORMATS} if encoded else {}
+        packed[OPTIONS_KEY] = saved_options(self.fp8_config.seed, **formats)
+        packed[RESIDUALS_KEY] = residuals  # of weights that were not stepped yet
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or of Adam.

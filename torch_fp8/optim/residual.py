@@ -53,8 +53,7 @@ def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
     known: tuple[Tensor, int] | None = vars(weight).get(_ATTRIBUTE)
     if known is None or weight.dtype != torch.bfloat16:
         return None
-    shape = local(weight).shape
-    if known[0].numel() != math.prod(residual_shape(shape, known[1])):
+    if known[0].numel() != math.prod(residual_shape(local(weight).shape, known[1])):
         return None  # another shape: the weight's data were exchanged
     return known
 
@@ -81,9 +80,8 @@ def settled_residual(weight: Tensor) -> Tensor:
 
 def drop_residuals(optimizer: Optimizer) -> None:
     """Free the residuals of BF16 weights whose optimizer does not use them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            set_residual(parameter, None)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        set_residual(parameter, None)
 
 
 @torch.no_grad()
@@ -100,12 +98,11 @@ def split_parts(parameter: nn.Parameter, parts: Any, *, residual: bool = True) -
         residual: whether a large weight gets a residual; a small one always does.
     """
     bits = residual_bits(parameter) if residual or not is_large(parameter) else 0
-    stored = zero_residual(parameter, bits) if bits else None
+    stored: Any = zero_residual(parameter, bits) if bits else None
     matrix = parameter.view(matrix_shape(parameter.shape))  # (N, K), or (E, N, K) -> (E * N, K)
     for rows, value in parts:
         matrix[rows], lower = split(value, bits)
         if stored is not None:
-            assert lower is not None
             stored[rows] = lower
     set_residual(parameter, stored)
 
@@ -183,9 +180,8 @@ def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int)
 
 def shard_of(parameter: Tensor, saved: Tensor) -> Tensor:
     """Return this rank's part of a residual saved whole; a sharded one is returned as is."""
-    if not isinstance(parameter, DTensor) or isinstance(saved, DTensor) or not saved.numel():
+    is_whole = local(parameter).shape == parameter.shape
+    if is_whole or isinstance(saved, DTensor) or not saved.numel():
         return saved
     rows = parameter.shape[0]
-    if local(parameter).shape == parameter.shape:
-        return saved
     return part_of(parameter, saved.contiguous().view(torch.int8).view(rows, -1))

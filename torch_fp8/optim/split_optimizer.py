@@ -36,19 +36,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
+from torch_fp8.optim.checkpoint import OPTIONS_KEY, saved_options
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, stock_name, unhooked
 from torch_fp8.optim.gradient_slot import attach_slots
 from torch_fp8.optim.state import shard_origin
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import refused_addresses
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of, join_parameter, split_parameter
-from torch_fp8.tensor.swap import REFERRED, swappable
+from torch_fp8.tensor.readable import REFERRED, swappable
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of, join_parameter
 from torch_fp8.tensor.wide_grad import WideGrad
 
 STEPS = "fp8_steps"
@@ -66,7 +65,6 @@ class SplitOptimizer(ConvertedOptimizer):
     """
 
     fp8_steps: int = 0
-    _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_steps")
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the user's optimizer's step, then round the weights that it has written."""
@@ -104,8 +102,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def _halves(self) -> list[tuple[int, Halves]]:
         """Return (index, halves) for each split weight."""
-        pairs = ((i, halves_of(parameter)) for i, _, parameter in self.indexed_parameters())
-        return [(i, halves) for i, halves in pairs if halves is not None]
+        return [(i, h) for i, _, p in self.indexed_parameters() if (h := halves_of(p)) is not None]
 
     def set_config(self, config: FP8Config) -> None:
         """Set the parts of a configuration that apply to weights and gradients."""
@@ -118,12 +115,7 @@ class SplitOptimizer(ConvertedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's own state dict, with the options that key the rounding."""
         packed: dict[str, Any] = super().state_dict()
-        packed[OPTIONS_KEY] = {
-            "version": FORMAT_VERSION,
-            "residual_bits": RESIDUAL_BITS,
-            "seed": self.fp8_config.seed,
-            "steps": self.fp8_steps,
-        }
+        packed[OPTIONS_KEY] = saved_options(self.fp8_config.seed, steps=self.fp8_steps)
         if self._meshes() and self.fp8_steps:
             # torch.distributed.checkpoint saves only states and groups. Of what an optimizer does
             # not have before its first step, it loads 1-D tensors alone.
@@ -133,8 +125,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def _meshes(self) -> set[DeviceMesh]:
         """Return the meshes of sharded parameters."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+        return {p.device_mesh for _, _, p in self.indexed_parameters() if isinstance(p, DTensor)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of the user's original optimizer."""
@@ -147,8 +138,7 @@ class SplitOptimizer(ConvertedOptimizer):
             for group in mesh.get_all_groups():
                 dist.all_reduce(count, dist.ReduceOp.MAX, group)
             self.fp8_steps = int(count)
-        seed = options.get("seed", self.fp8_config.seed)
-        self.fp8_config = replace(self.fp8_config, seed=seed)
+        self.fp8_config = replace(self.fp8_config, seed=options.get("seed", self.fp8_config.seed))
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
@@ -195,23 +185,6 @@ def _within(value: Any, depth: int) -> Iterator[Any]:
         yield value
 
 
-def split_parameters(parameters: Iterable[Tensor]) -> None:
-    """Split each float32 Parameter (`torch_fp8.tensor.split_weight`).
-
-    If that fails for one of them, for example for lack of memory, those before it are joined again.
-
-    Args:
-        parameters: leaves that are not sharded and that torch can swap (`torch_fp8.tensor.swap`).
-    """
-    split: list[Tensor] = []
-    try:
-        for parameter in parameters:
-            split.append(split_parameter(parameter))
-    except BaseException:
-        join_parameters(split)
-        raise
-
-
 def join_parameters(parameters: Iterable[Tensor]) -> int:
     """Turn each `SplitWeight` back into a plain float32 Parameter, and return their number.
 
@@ -248,28 +221,16 @@ def adopt_steps(path: str | Path, optimizers: Iterable[Optimizer]) -> int:
     Returns:
         The number of optimizers with a count.
     """
-    counts = list(_counts(Path(path)).values())
+    path, counts = Path(path), dict[tuple[Path, str | None], int]()
+    for metadata in (*path.glob(".metadata"), *sorted(path.glob("*/.metadata"))):
+        reader = dcp.FileSystemReader(metadata.parent)
+        keys = sorted(reader.read_metadata().state_dict_metadata)
+        matches = [match for key in keys if (match := _KEY.search(key))]
+        saved = {m.string: torch.zeros(1, device="cpu", dtype=torch.int64) for m in matches}
+        if saved:
+            dcp.load(saved, storage_reader=reader)
+        counts |= {(metadata, m["optimizer"]): int(saved[m.string]) for m in matches}
     split = [optimizer for optimizer in optimizers if isinstance(optimizer, SplitOptimizer)]
-    for optimizer, count in zip(split, counts, strict=False):
+    for optimizer, count in zip(split, counts.values(), strict=False):
         optimizer.fp8_steps = count
     return min(len(counts), len(split))
-
-
-def _counts(path: Path) -> dict[tuple[str, str], int]:
-    """Return the count of each optimizer in a folder, in the order of their names."""
-    parts = [path, *sorted(path.glob("*"))] if path.is_dir() else []
-    counts: dict[tuple[str, str], int] = {}
-    for part in parts:
-        if not (part / ".metadata").is_file():
-            continue
-        reader = dcp.FileSystemReader(part)
-        keys = sorted(reader.read_metadata().state_dict_metadata)
-        zero = torch.zeros(1, device="cpu", dtype=torch.int64)
-        wanted = {key: zero.clone() for key in keys if _KEY.search(key)}
-        if wanted:
-            dcp.load(wanted, storage_reader=reader)
-        for key, count in wanted.items():
-            match = _KEY.search(key)
-            assert match is not None
-            counts[str(part), match["optimizer"] or ""] = int(count)
-    return counts

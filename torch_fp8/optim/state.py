@@ -28,7 +28,7 @@ checkpoint.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,15 +85,12 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
-    large = is_large(parameter)
-    dtype = small_dtype(parameter)
+    large, dtype = is_large(parameter), small_dtype(parameter)
     for name, format in MOMENT_FORMATS.items():
         value = state[name]
         shard = local(value)
-        if large:
-            settled = isinstance(shard, Float8Moment)
-        else:
-            settled = value.dtype == dtype and shard.__class__ is Tensor
+        is_plain = value.dtype == dtype and shard.__class__ is Tensor
+        settled = isinstance(shard, Float8Moment) if large else is_plain
         if settled and shard.shape == local(parameter).shape:
             continue
         if value.shape not in (parameter.shape, local(parameter).shape):
@@ -122,12 +119,14 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
         value = state.get(name)
         if isinstance(local(value), QuantizedState):
             if encoded and shards_rows(parameter):
-                entry |= encoded_entry(name, local(value), parameter, _saved_on(parameter))
+                for (part, of), stored in zip(_PARTS.items(), local(value).codes, strict=True):
+                    data = stored.view(of(local(value).shape)).to(_saved_on(parameter), copy=True)
+                    entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
                 continue
             dense = local(value).dequantize(_saved_on(parameter))
             entry[name] = with_data(parameter, dense, tuple(parameter.shape))
         elif value is not None:
-            entry[name] = _copied(value)
+            entry[name] = value.detach().to(device=_saved_on(value), copy=True)
     return entry
 
 
@@ -136,40 +135,23 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
 
     The residual belongs to the weight, so the caller loads it.
     """
-    large = is_large(parameter)
     entry = {
         name: part_of(parameter, x) if isinstance(x, Tensor) else x for name, x in entry.items()
     }
-    step = entry["step"]
-    step = (
-        step.detach().float().cpu().clone()
-        if isinstance(step, Tensor)
-        else torch.tensor(float(step), device="cpu", dtype=torch.float32)
-    )
-    if not large or not shards_rows(parameter):
+    step = torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu").detach().clone()
+    if not is_large(parameter) or not shards_rows(parameter):
         entry = decoded(entry)
-    if not large:
-        dtype = small_dtype(parameter)
-        return {
-            "step": step,
-            **{
-                name: entry[name].detach().to(device=parameter.device, dtype=dtype, copy=True)
-                for name in MOMENT_FORMATS
-            },
-        }
     state = {**new_state(parameter), "step": step}
     for name in MOMENT_FORMATS:
-        if name in entry:
-            local(state[name]).encode(local(entry[name]).detach())
+        moment = local(state[name])
+        if name in entry and isinstance(moment, Float8Moment):
+            moment.store(local(entry[name]))  # a few rows at a time
+        elif name in entry:
+            moment.copy_(local(entry[name]))
         else:
-            restore(name, entry, local(state[name]))
+            for part, target in zip(_PARTS, moment.codes, strict=True):
+                target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
     return state
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.clone()
-    return tensor.detach().to(device=_saved_on(tensor), copy=True)
 
 
 def _saved_on(tensor: Tensor) -> torch.device:
@@ -216,33 +198,9 @@ def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
     return element // row_length, element % row_length, row_length
 
 
-def encoded_entry(
-    name: str, moment: Float8Moment, parameter: Tensor, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the codes and scales of a moment, this rank's part, under their checkpoint names.
-
-    Args:
-        name: the name of the moment.
-        moment: this rank's part.
-        parameter: the moment's parameter, sharded by rows or not sharded.
-        device: the device of the returned tensors.
-    """
-    entry = {}
-    for (part, of), stored in zip(_PARTS.items(), moment.codes, strict=True):
-        data = stored.view(of(moment.shape)).to(device, copy=True)
-        entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
-    return entry
-
-
 def is_encoded(name: str, entry: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint entry has the codes of a moment."""
     return f"{name}_codes" in entry
-
-
-def restore(name: str, entry: Mapping[str, Any], moment: Float8Moment) -> None:
-    """Copy the codes and scales of a checkpoint entry into a moment."""
-    for part, target in zip(_PARTS, moment.codes, strict=True):
-        target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
 
 
 def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,13 +219,13 @@ def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """Explain why an entry's codes and scales do not fit a parameter, or None if they fit."""
+def misfits(name: str, entry: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
+    """Explain why an entry's codes and scales do not fit a parameter, the first reason first."""
     for part, of in _PARTS.items():
         value = entry.get(f"{name}_{part}")
         if not isinstance(value, Tensor) or value.dtype != torch.uint8:
-            return f"[{f'{name}_{part}'!r}] is not a uint8 tensor: {value!r:.80}"
+            yield f"[{f'{name}_{part}'!r}] is not a uint8 tensor: {value!r:.80}"
+            continue
         fits = [of(parameter.shape), of(local(parameter).shape)]
         if tuple(value.shape) not in fits:
-            return f"[{f'{name}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"
-    return None
+            yield f"[{f'{name}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"

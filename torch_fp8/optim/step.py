@@ -2,7 +2,6 @@
 
 import operator
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys, stream_state
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -163,9 +163,8 @@ def _with_payload(matrix: WeightMatrix, halves: Halves) -> WeightMatrix:
         return matrix
     from torch_fp8.kernels.adamw import writes_payload
 
-    by_step = WeightPayload(
-        payload.granularity, cast.spec.power_of_two, payload.qdata, payload.scale
-    )
+    qdata, scale, granularity = payload
+    by_step = WeightPayload(granularity, cast.spec.power_of_two, qdata, scale)
     return matrix._replace(payload=by_step) if writes_payload(matrix, by_step) else matrix
 
 
@@ -174,28 +173,20 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
         return  # only the bytes of states and residuals are counted
     entries = [(matrix, scalars) for matrix, scalars, *_ in prepared]
     multipliers: list[Tensor | None] = [None] * len(entries)
+    on_card = device.type == "cuda"
+    if on_card:
+        from torch_fp8.kernels.adamw import adamw_step, update_rms
     if config.update_clipping:
         # StableAdamW divides the rate of the update and of the decoupled decay: lr / max(1, RMS).
-        for i, rms in enumerate(_update_rms(device, entries)):
+        of_all = update_rms(entries) if on_card else [update_rms_reference(*e) for e in entries]
+        for i, rms in enumerate(of_all):
             prepared[i][2]["update_rms"] = rms
             multipliers[i] = 1 / rms.clamp(min=1)
-    if device.type == "cuda":
-        from torch_fp8.kernels.adamw import adamw_step
-
+    if on_card:
         adamw_step(entries, multipliers)
         return
     for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
         adamw_step_reference(matrix, scalars, multiplier)
-
-
-def _update_rms(
-    device: torch.device, entries: list[tuple[WeightMatrix, StepScalars]]
-) -> Iterable[Tensor]:
-    if device.type == "cuda":
-        from torch_fp8.kernels.adamw import update_rms
-
-        return update_rms(entries).unbind()
-    return [update_rms_reference(*entry) for entry in entries]
 
 
 def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
@@ -207,24 +198,21 @@ def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
     if not entries:
         return
     weights = [_full_precision(entry.parameter) for entry in entries]
-    grads = [local(e.grad).to(w.dtype) for e, w in zip(entries, weights, strict=True)]
     beta1, beta2 = group["betas"]
+    names = "decoupled_weight_decay", "weight_decay", "eps", "maximize"
     adam(
         weights,
-        grads,
+        [local(e.grad).to(w.dtype) for e, w in zip(entries, weights, strict=True)],
         [local(entry.state["exp_avg"]) for entry in entries],
         [local(entry.state["exp_avg_sq"]) for entry in entries],
         [],
         [entry.state["step"] for entry in entries],
         has_complex=any(weight.is_complex() for weight in weights),
-        decoupled_weight_decay=group["decoupled_weight_decay"],
         amsgrad=False,
         beta1=float(beta1),
         beta2=float(beta2),
         lr=float(group["lr"]),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
+        **{name: group[name] for name in names},
     )
     for entry, weight in zip(entries, weights, strict=True):
         parameter = entry.parameter
@@ -309,11 +297,9 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
         An aligned, contiguous (R, K) bfloat16 or float32 tensor, or the parts of an 8-bit gradient.
     """
     if type(grad) is not Tensor:
+        if isinstance(grad, Float8Grad):
+            return grad.codes
         grad = grad.stored if isinstance(grad, WideGrad) else grad
-        parts = getattr(grad, "parts", None)
-        if parts is not None:
-            result: GradientParts = parts()
-            return result
     if grad.dtype not in (torch.bfloat16, torch.float32):
         grad = grad.float()
     grad = grad.contiguous()

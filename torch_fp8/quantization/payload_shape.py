@@ -62,7 +62,7 @@ def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
     if granularity == "rowwise":
         return (rows, 1)
     block_rows, block_cols = BLOCK_SHAPE[granularity]
-    return (_num_blocks(rows, block_rows), _num_blocks(cols, block_cols))
+    return (cdiv(rows, block_rows), cdiv(cols, block_cols))
 
 
 def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tensor:
@@ -72,12 +72,12 @@ def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tenso
     rows in multiples of 16. For groups of 32, memory is row by row, padded to a multiple of 128
     rows, as in the tiles that a GEMM reads.
     """
-    blocks = _num_blocks(cols, group)
+    blocks = cdiv(cols, group)
     if group == 128:
         room = multiple_of_16(rows)
         scales = x.new_empty((blocks, room), dtype=torch.float32).t()
     else:
-        room = _num_blocks(rows, E8M0_ROWS) * E8M0_ROWS
+        room = cdiv(rows, E8M0_ROWS) * E8M0_ROWS
         scales = x.new_empty((room, blocks), dtype=torch.float32)
     return scales if is_known(rows) and room == rows else scales[:rows]
 
@@ -114,5 +114,6 @@ def multiple_of_16(rows: int) -> int:
     return -(-rows // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
 
 
-def _num_blocks(size: int, block: int) -> int:
-    return -(-size // block)
+def cdiv(x: int, y: int) -> int:
+    """Return x / y rounded up."""
+    return -(-x // y)

@@ -75,12 +75,6 @@ class Recipe:
     smooth: bool = False
     bf16_forward: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.fprop.b == self.dgrad.b, "one read of the weight serves fprop and dgrad"
-        if self.wgrad is not None:
-            assert self.wgrad.a == self.dgrad.a, "one read of grad_output serves dgrad and wgrad"
-            assert self.wgrad.b == self.fprop.a, "one read of the input serves fprop and wgrad"
-
     @property
     def input(self) -> CastSpec:
         return self.fprop.a

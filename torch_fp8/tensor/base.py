@@ -7,17 +7,14 @@ activation that a group of ranks gathered as FP8 bytes
 (`torch_fp8.tensor.frozen_weight`). A linear layer passes its operands to a
 `torch_fp8.tensor.quantizer.Quantizer`, which asks them for their payloads. All other code gets a
 plain tensor of the advertised dtype.
-
-`SharedParts` is the base of tensors whose components processes can share.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_fp8.autograd.current_pass import stand_in
 from torch_fp8.ops.quantize import Payloads, QuantizedTensor
@@ -91,13 +88,11 @@ class QuantizableTensor(Tensor):
         """
         return None
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> "tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None":
+    def before_cast(self, payloads: Payloads) -> "tuple[Tensor, Payloads, int] | None":
         """Return the high-precision matrix that this rank cast, for a monitor that compares them.
 
         Args:
-            row, col: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
+            payloads: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
         Returns:
             The matrix, the payloads that contain it, and the index of its first row in them, or
             None if the matrix no longer exists.
@@ -108,15 +103,16 @@ class QuantizableTensor(Tensor):
         """Return this tensor in another shape with the same last dimension."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
         """Raise RuntimeError if `func` would write to such a tensor."""
 
     @classmethod
     @torch._disable_dynamo  # imports torch._dynamo at the first call
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else None
         if isinstance(x, cls):
@@ -197,25 +193,6 @@ def dequantized(value: Any) -> Any:
     return value.dequantize() if isinstance(value, QuantizableTensor) else value
 
 
-class SharedParts(Tensor):
-    """A tensor whose ``__tensor_flatten__`` names its parts.
-
-    As with a plain tensor, torch's multiprocessing moves what it sends into shared memory, so that
-    both processes read and write the same parts.
-    """
-
-    __tensor_flatten__: Any
-    __tensor_unflatten__: Any
-
-    def share_memory_(self) -> Tensor:
-        for name in self.__tensor_flatten__()[0]:
-            getattr(self, name).share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
-
-
 def in_shared_memory(tensor: Tensor) -> bool:
     """Return whether other processes may write to a tensor, so that nothing derived from it lasts.
 
@@ -224,24 +201,3 @@ def in_shared_memory(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False  # compiled code derives everything anew
     return tensor.is_shared()
-
-
-def send_shared(cls: type[SharedParts]) -> None:
-    """Have multiprocessing send tensors of a class in their own form, with shared memory."""
-    ForkingPickler.register(cls, _reduce)
-
-
-def _reduce(tensor: SharedParts) -> Any:
-    if tensor.device.type != "cpu":
-        return tensor.__reduce_ex__(2)
-    with torch.no_grad():
-        tensor.share_memory_()
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: getattr(tensor, name) for name in names}
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return _rebuild, (type(tensor), parts, context, tensor.requires_grad, is_parameter)
-
-
-def _rebuild(cls: Any, parts: Any, context: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    tensor = cls.__tensor_unflatten__(parts, context, None, None)
-    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; return any other tensor unchanged."""
-    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -23,17 +22,13 @@ def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None
     """
     if not isinstance(tensor, DTensor):
         return data
-    stride = tensor.stride()
-    if shape is not None:
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(
-        data,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape if shape is None else torch.Size(shape),
-        stride=stride,
-    )
+    if shape is None:
+        size, stride = tensor.shape, tensor.stride()
+    else:
+        size = torch.Size(shape)
+        stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(data, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def part_of(parameter: Tensor, saved: Tensor) -> Tensor:

@@ -15,29 +15,34 @@ A subclass defines how to decode and encode, and may implement some operators it
 
 import contextlib
 import functools
-import math
+import itertools
 import operator
 from collections.abc import Iterator
 from contextvars import ContextVar
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_fp8.autograd.function import outside_inference_mode
-from torch_fp8.tensor.base import send_shared, wrapper
+from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.readable import (
     Readable,
     collective,
     on_dense,
+    plain,
+    reduce_shared,
+    refuse_swap,
     refuse_to_leave,
     refuse_write_in_graph,
 )
-from torch_fp8.tensor.swap import refuse_swap
 
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
 _FUSED = "aten::_fused_"
+LIST_HANDLERS: dict[Any, Any] = {}
+"""Functions for operators whose first argument is a list of tensors, some of them encoded."""
 _refused: ContextVar[str | None] = ContextVar("refused", default=None)
 
 
@@ -81,7 +86,7 @@ class Encoded(Readable):
     foreach_methods: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        send_shared(cls)
+        ForkingPickler.register(cls, reduce_shared)
 
     def alias(self) -> "Encoded":
         """Return another object with the same parts."""
@@ -106,8 +111,7 @@ class Encoded(Readable):
     @property
     @torch._disable_dynamo  # Dynamo follows the descriptor back to this property
     def data(self) -> Tensor:
-        alias: Tensor = torch.Tensor.data.__get__(self)  # an alias with its own version counter
-        return alias
+        return torch.Tensor.data.__get__(self)  # an alias with its own version counter
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -116,23 +120,19 @@ class Encoded(Readable):
 
     def _use_count(self) -> int:  # torch.utils.swap_tensors calls this before it changes anything
         refuse_swap(self)
-        count: int = super()._use_count()
-        return count
+        return super()._use_count()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)
 
     @classmethod
     @torch._disable_dynamo  # imports torch._dynamo at the first call
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.is_inference_mode_enabled():  # aliases and views outlive it
-            with torch.inference_mode(False), torch.no_grad():
-                result = func.decompose(*args, **kwargs or {})  # autograd does so elsewhere
-                decomposed = result is not NotImplemented
-                return result if decomposed else _dispatch(func, args, kwargs or {})
-        return _dispatch(func, args, kwargs or {})
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return _dispatch(func, args, kwargs or {})
+        with torch.inference_mode(False), torch.no_grad():  # aliases and views outlive it
+            result = func.decompose(*args, **kwargs or {})  # autograd does so elsewhere
+            return _dispatch(func, args, kwargs or {}) if result is NotImplemented else result
 
 
 class EncodedView(Readable):
@@ -142,10 +142,12 @@ class EncodedView(Readable):
 
     Attributes:
         base: encoded tensor, or another view of it.
+        root: encoded tensor.
         replay: function that makes the same view of a plain tensor.
     """
 
     base: "Encoded | EncodedView"
+    root: Encoded
     replay: Any
     __torch_dispatch__ = Encoded.__torch_dispatch__
 
@@ -154,15 +156,14 @@ class EncodedView(Readable):
         layout = {"strides": like.stride(), "storage_offset": like.storage_offset()}
         self: EncodedView = wrapper(cls, like.shape, like.dtype, base.device, **layout)
         self.base, self.replay = base, replay
+        self.root = base.root if isinstance(base, EncodedView) else base
         return self
 
     def dequantize(self) -> Tensor:
-        view: Tensor = self.replay(self.base.dequantize())
-        return view
+        return self.replay(self.base.dequantize())
 
     def writable(self) -> Tensor:
-        view: Tensor = self.replay(self.base.writable())
-        return view
+        return self.replay(self.base.writable())
 
     def store(self, x: Tensor) -> None:
         self.finish_write(x, _aten.copy_.default)
@@ -177,19 +178,13 @@ class EncodedView(Readable):
 
         Code that writes files compares addresses to find tensors that overlap.
         """
-        start = self._root().data_ptr()
+        start = self.root.data_ptr()
         return start and start + self.storage_offset() * self.element_size()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the base's decoded copy, if it has one."""
-        root = self._root()
+        root = self.root
         return root.untyped_storage() if root.data_ptr() else super().untyped_storage()
-
-    def _root(self) -> "Encoded":
-        base: Encoded | EncodedView = self
-        while isinstance(base, EncodedView):
-            base = base.base
-        return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.dequantize().clone()
@@ -198,14 +193,14 @@ class EncodedView(Readable):
         return self.dequantize().clone().__reduce_ex__(protocol)
 
     def stored_part(self) -> Tensor:
-        return self.base.stored_part()
+        return self.root.stored_part()
 
     def share_memory_(self) -> Tensor:
-        self.base.share_memory_()
+        self.root.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return self.base.is_shared()
+        return self.root.is_shared()
 
     def __repr__(self, **options: Any) -> str:
         return f"{self.dequantize()!r} of {self.base!r}"
@@ -226,14 +221,11 @@ class _TracedView(EncodedView):
         return _TracedView(base, replay, replay(_template(base)))
 
 
-def plain(x: Tensor) -> Tensor:
-    """Decode an `Encoded` tensor or a view of one; return any other tensor unchanged."""
-    return x.dequantize() if isinstance(x, Readable) else x
-
-
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         refuse_write_in_graph(func, args)
+    if func in LIST_HANDLERS:
+        return LIST_HANDLERS[func](*args)
     first = args[0] if args else None
     if isinstance(first, Encoded):
         handler: Any = _ALIASES.get(func) or first.handlers.get(func)
@@ -252,11 +244,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view_as_is(x: Encoded, size: Any) -> Any:
     # FSDP2 accumulates into a DTensor's local tensor, of which DTensor.from_local made a view.
-    shape = tuple(size)
-    if -1 in shape:
-        known = -math.prod(shape)
-        shape = tuple(x.numel() // max(known, 1) if s == -1 else s for s in shape)
-    return x.alias() if shape == tuple(x.shape) else NotImplemented
+    is_same = len(size) == x.ndim and all(s in (-1, n) for s, n in zip(size, x.shape, strict=True))
+    return x.alias() if is_same else NotImplemented
 
 
 def _set(x: Encoded, source: Any) -> Any:
@@ -277,24 +266,19 @@ _ALIASES = {
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the operator once for each encoded tensor, and once for all plain tensors."""
-    count = len(next(a for a in args if isinstance(a, (list, tuple))))
 
     def at(where: list[int]) -> list[Any]:
         # An optional list of a fused step is empty.
         return [[a[i] for i in where if a] if isinstance(a, (list, tuple)) else a for a in args]
 
-    encoded: list[int] = []
-    plain: list[int] = []
-    for i in range(count):
-        lists = [a for a in at([i]) if isinstance(a, list)]
-        (encoded if any(isinstance(x, Readable) for a in lists for x in a) else plain).append(i)
-    results: list[Any] = [None] * count
-    groups = [(plain, func(*at(plain), **kwargs))] if plain else []
-    groups += [([i], _foreach_single(func, at([i]), kwargs)) for i in encoded]
-    for where, outputs in groups:
-        for i, result in zip(where, outputs or [None] * len(where), strict=True):
-            results[i] = result
-    return results if func._schema.returns else None
+    entries = list(zip(*(a for a in args if isinstance(a, (list, tuple)) and a), strict=True))
+    encoded = [any(isinstance(x, Readable) for x in entry) for entry in entries]
+    others = [i for i, is_encoded in enumerate(encoded) if not is_encoded]
+    outputs = func(*at(others), **kwargs) if others else None
+    results = dict(zip(others, outputs or (), strict=False))
+    for i in itertools.compress(range(len(entries)), encoded):
+        results[i] = (_foreach_single(func, at([i]), kwargs) or [None])[0]
+    return [results[i] for i in range(len(entries))] if func._schema.returns else None
 
 
 def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.swap import refuse_swap, swappable
+from torch_fp8.tensor.readable import refuse_swap, swappable
 from torch_fp8.tensor.wide_grad import adapt_hooks
 
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
@@ -17,8 +17,7 @@ _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
 
 def stored_grad(parameter: Tensor) -> Tensor | None:
     """Return ``parameter.grad`` in the form in which it is stored."""
-    grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
-    return grad
+    return torch.Tensor.grad.__get__(parameter)
 
 
 def exchange(parameter: Tensor, other: Tensor) -> None:
@@ -29,15 +28,14 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     built before still delivers its gradient.
 
     Raises:
-        RuntimeError: torch cannot swap it (`torch_fp8.tensor.swap`); nothing is changed.
+        RuntimeError: torch cannot swap it (`torch_fp8.tensor.readable`); nothing is changed.
     """
     refuse_swap(parameter)
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch.Tensor.grad.__set__(parameter, None)
     parameter._backward_hooks = None
-    own = attributes_of(parameter)
+    attributes = {**attributes_of(parameter), **vars(other)}
     parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
-    attributes = {**own, **vars(other)}
     torch._C._swap_tensor_impl(parameter, other)
     parameter.__class__, other.__class__ = type(other), type(parameter)
     vars(parameter).clear()

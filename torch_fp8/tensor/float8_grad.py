@@ -18,6 +18,7 @@ gradients.
 
 import builtins
 import math
+import operator
 from typing import Any
 
 import torch
@@ -36,25 +37,24 @@ from torch_fp8.ops.grad_codec import (
 )
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.base import wrapper
-from torch_fp8.tensor.encoded import Encoded, plain
+from torch_fp8.tensor.encoded import LIST_HANDLERS, plain
+from torch_fp8.tensor.quantized_state import Coded
+from torch_fp8.tensor.readable import on_dense
 
 _aten: Any = torch.ops.aten
 
 
-class Float8Grad(Encoded):
-    """A gradient in 8 bits. Writes change its parts in place, which detached aliases share.
+class Float8Grad(Coded):
+    """A gradient in 8 bits.
 
     Attributes:
-        qdata: (R, K) uint8 codes; (R, K) is `matrix_shape` of the tensor's shape.
-        scale: (R, ceil(K / 32)) uint8, E8M0.
-        multiplier: () float32, factor of all elements.
+        codes: its parts, the arguments of an optimizer's step.
         rounding: source of random bits for the next encoding.
     """
 
-    qdata: Tensor
-    scale: Tensor
-    multiplier: Tensor
+    codes: GradientParts
     rounding: Rounding
+    multiplier = property(operator.attrgetter("codes.multiplier"))
 
     foreach_methods = frozenset(
         ("mul_", "div_", "add_", "sub_", "zero_", "copy_", "clamp_min_", "clamp_max_")
@@ -69,8 +69,8 @@ class Float8Grad(Encoded):
         rounding: Rounding | None = None,
     ) -> "Float8Grad":
         self: Float8Grad = wrapper(cls, shape, dtype, parts.qdata.device)
-        self.qdata, self.scale, self.multiplier = parts
-        self.rounding = rounding or Rounding()
+        self.codes, self.rounding = parts, rounding or Rounding()
+        self.form = shape, dtype, self.rounding
         return self
 
     @staticmethod
@@ -91,41 +91,24 @@ class Float8Grad(Encoded):
         """
         rounding = rounding or Rounding()
         keys = rounding.next_exchanged() if exchanged else rounding.next()
-        matrix = x.contiguous().view(matrix_shape(x.shape))  # (R, K)
-        parts = quantize_gradient(matrix, keys)
+        parts = quantize_gradient(x.contiguous().view(matrix_shape(x.shape)), keys)  # of (R, K)
         return Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
 
     @torch.no_grad()
     def store(self, x: Tensor, *, exchanged: bool = False) -> None:
         """Encode `x`, of this shape, in place; for `exchanged` see `quantize`."""
         keys = self.rounding.next_exchanged() if exchanged else self.rounding.next()
-        encoded = quantize_gradient(self._matrix(x), keys)
-        for target, part in zip(self.parts(), encoded, strict=True):
-            target.copy_(part)
+        torch._foreach_copy_(self.codes, quantize_gradient(self._matrix(x), keys))
 
     def take(self, x: Tensor) -> None:
-        parts = quantize_gradient(self._matrix(x), self.rounding.next())
-        self.qdata, self.scale, self.multiplier = parts  # aliases keep the old parts
-
-    @torch.no_grad()
-    def accumulate(self, x: Tensor) -> None:
-        """Add `x`, of this shape, in place."""
-        accumulate_gradient(self.parts(), self._matrix(x), self.rounding.next())
+        # Aliases keep the old parts.
+        self.codes = quantize_gradient(self._matrix(x), self.rounding.next())
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return a plain tensor of this shape, in `dtype` or the tensor's own dtype."""
-        decoded = decode_gradient(self.parts(), dtype or self.dtype)
         # Not a view: as a gradient, a view would keep this memory after its `.data` is set.
-        return reshaped(decoded, self.shape)
-
-    def parts(self) -> GradientParts:
-        """Return codes, scales and multiplier, the arguments of an optimizer's step."""
-        return GradientParts(self.qdata, self.scale, self.multiplier)
-
-    def alias(self) -> "Float8Grad":
-        """Return another tensor object with the same parts."""
-        return Float8Grad(self.parts(), self.shape, self.dtype, self.rounding)
+        return reshaped(decode_gradient(self.codes, dtype or self.dtype), self.shape)
 
     def _matrix(self, x: Tensor) -> Tensor:
         x = plain(x)
@@ -133,54 +116,37 @@ class Float8Grad(Encoded):
             x = x.float()
         return x.to(self.device).expand(self.shape).contiguous().view(self.qdata.shape)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["qdata", "scale", "multiplier"], (self.shape, self.dtype, self.rounding)
-
     @classmethod
     def __metadata_guard__(cls, known: Any, other: Any) -> bool:
         """Return whether a graph traced with `known` serves `other`: it doesn't round."""
-        return bool(known[:2] == other[:2])
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> "Float8Grad":
-        return Float8Grad(GradientParts(**inner), *context)
+        return bool(known[:3] == other[:3])
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Grad":
-        parts = GradientParts(*(part.clone() for part in self.parts()))
+        parts = GradientParts(*map(torch.clone, self.codes))
         return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Float8Grad, (self.parts(), self.shape, self.dtype, self.rounding)
+        return Float8Grad, (self.codes, *self.form)
 
     def __repr__(self) -> str:
         return f"Float8Grad(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-    @classmethod
-    @torch._disable_dynamo  # imports torch._dynamo at the first call
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is _UNSCALE:  # its first argument is a list of gradients of any kind
-            return _unscale(*args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     """Run GradScaler's unscaling: multiply by `inv_scale`, and set `found_inf` for Inf or NaN."""
     others = [g for g in grads if not isinstance(g, Float8Grad)]
     if others:
-        _UNSCALE(others, found_inf, inv_scale)
+        on_dense(_UNSCALE, (others, found_inf, inv_scale), {})
     for grad in grads:
         if isinstance(grad, Float8Grad):
-            bad = has_nonfinite(grad.parts()).to(found_inf)
+            bad = has_nonfinite(grad.codes).to(found_inf)
             found_inf.copy_(torch.maximum(found_inf, bad.expand_as(found_inf)))
             grad.multiplier.mul_(inv_scale.reshape(()))
 
 
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+LIST_HANDLERS[_UNSCALE] = _unscale
 
 
 # Operators that a `Float8Grad` implements itself. Each handler takes the operator's arguments, with
@@ -212,7 +178,7 @@ def _add(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
         return NotImplemented
     if alpha != 1:
         other = other * alpha
-    grad.accumulate(other)
+    accumulate_gradient(grad.codes, grad._matrix(other), grad.rounding.next())
     return grad
 
 
@@ -221,15 +187,14 @@ def _subtract(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 
 def _zero(grad: Any) -> Any:
-    zero_gradient(grad.parts())
+    zero_gradient(grad.codes)
     grad.rounding.reset()
     return grad
 
 
 def _copy(grad: Any, source: Tensor, non_blocking: bool = False) -> Any:
     if type(source) is type(grad) and source.shape == grad.shape:
-        for target, part in zip(grad.parts(), source.parts(), strict=True):
-            target.copy_(part, non_blocking)
+        torch._foreach_copy_(grad.codes, source.codes, non_blocking)
     else:
         grad.store(source)
     return grad
@@ -259,7 +224,7 @@ def _norm(
     every = dim is None or len(dim) in (0, grad.ndim)
     if not every or keepdim or ord == 0 or not grad.numel() or grad.device.type == "meta":
         return NotImplemented
-    return norm(grad.parts(), ord).to(dtype or grad.dtype)
+    return norm(grad.codes, ord).to(dtype or grad.dtype)
 
 
 Float8Grad.handlers = {

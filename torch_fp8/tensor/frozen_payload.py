@@ -71,10 +71,7 @@ class FrozenPayload:
         """Compute the values (R, C) in `dtype`."""
         if not self.first_row:
             return dequantize(self.quantized, dtype)
-        rows, cols = self.qdata.shape
-        rows_of_blocks = self.scale.repeat_interleave(128, 0)  # one row of scales per row
-        scale = rows_of_blocks[self.first_row : self.first_row + rows]
-        scale = scale.repeat_interleave(128, 1)[:, :cols]  # (R, C)
+        scale = _spread(self.scale, FROZEN_BLOCK, self.first_row, *self.qdata.shape)
         return (self.qdata.float() * scale).to(dtype)
 
     @torch.no_grad()
@@ -84,7 +81,7 @@ class FrozenPayload:
         if self.rewrite is not None:
             self.rewrite(values)
             return
-        if not values.is_meta and self.equals(values):
+        if self.equals(values):
             return
         row = quantize_stacked(values, self.spec)
         self.take_own_memory()
@@ -93,19 +90,18 @@ class FrozenPayload:
 
     def of_values(self, values: Tensor) -> "FrozenPayload":
         """Return a payload with other values (R, C) for this weight; equal values return self."""
-        if not values.is_meta and self.equals(values):
+        if self.equals(values):
             return self
         row = quantize_stacked(values, self.spec)
         return self.of_bytes(_compact(row.qdata), row.scale)
 
     def of_bytes(self, qdata: Tensor, scale: Tensor) -> "FrozenPayload":
         """Return a payload with other bytes for the same weight."""
-        version = next(VERSIONS)
-        return replace(self, qdata=qdata, scale=scale, sharers=None, version=version)
+        return replace(self, qdata=qdata, scale=scale, sharers=None, version=next(VERSIONS))
 
     def equals(self, values: Tensor) -> bool:
-        """Return whether the weight reads as `values` (R, C), rounded to BF16."""
-        return torch.equal(values.to(DTYPE), self.dequantize())
+        """Return whether the weight reads as `values` (R, C), rounded to BF16; False on meta."""
+        return not values.is_meta and torch.equal(values.to(DTYPE), self.dequantize())
 
     @property
     def is_shared(self) -> bool:
@@ -138,13 +134,10 @@ class FrozenPayload:
         """Number of bytes of codes and scales."""
         return self.qdata.nbytes + self.scale.nbytes
 
-    def copied(self) -> "FrozenPayload":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenPayload":
         """Return a copy that no layer owns."""
         qdata, scale = self.qdata.clone(), self.scale.clone()
         return replace(self, qdata=qdata, scale=scale, owner=None, rewrite=None, sharers=None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenPayload":
-        return self.copied()
 
 
 FROZEN_BLOCK = (128, 128)
@@ -189,7 +182,9 @@ class FP8Weight:
         A value is the code times the scale, rounded once (relative error 2^-24).
         """
         for rows in row_parts(*self.qdata.shape):
-            yield rows, self.qdata[rows].float().mul_(_spread(self, rows))
+            codes = self.qdata[rows]
+            scale = _spread(self.scale, self.block, rows.start, *codes.shape)
+            yield rows, codes.float().mul_(scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K) in `dtype`, rounded once more for BF16 or float16."""
@@ -204,14 +199,13 @@ def scale_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...
     return tuple(-(-n // side) for n, side in zip(shape, block, strict=True))
 
 
-def _spread(weight: FP8Weight, rows: slice) -> Tensor:
+def _spread(scale: Tensor, block: tuple[int, int], first: int, rows: int, cols: int) -> Tensor:
     """Return a scale for each element of some rows: (rows, K), or a shape that broadcasts to it."""
-    scale, (height, width) = weight.scale, weight.block
     if scale.numel() == 1:
         return scale.reshape(1, 1)
-    index = torch.arange(rows.start, rows.stop, device=scale.device) // height
-    scale = scale[index]  # (rows, ceil(K / C))
-    cols = weight.qdata.shape[1]
+    height, width = block
+    scale = scale[torch.arange(first, first + rows, device=scale.device) // height]
+    # (rows, ceil(K / C))
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]
 
 

@@ -16,6 +16,8 @@ subtracting it again would not restore the bytes. So is the sum of several chang
 themselves: ``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
 """
 
+import copy
+import operator
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
     """
 
     payload: FrozenPayload
+    qdata = property(operator.attrgetter("payload.qdata"))
+    scale = property(operator.attrgetter("payload.scale"))
 
     @staticmethod
     def __new__(cls: Any, payload: FrozenPayload, requires_grad: bool = False) -> Any:
@@ -64,8 +68,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
                 f"{self.payload.name} is stored as FP8 with {stored.granularity} scales, but its "
                 f"layer needs {granularity}: convert the model again, or torch_fp8.thaw(model)"
             )
-        turned = transposed(stored, after) if columnwise else None
-        return stored if rowwise else None, turned
+        return stored if rowwise else None, transposed(stored, after) if columnwise else None
 
     def dequantize(self) -> Tensor:
         """Return a plain BF16 tensor of this shape."""
@@ -82,14 +85,6 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
     def alias(self) -> "Float8FrozenWeight":
         return Float8FrozenWeight(self.payload)
-
-    @property
-    def qdata(self) -> Tensor:
-        return self.payload.qdata
-
-    @property
-    def scale(self) -> Tensor:
-        return self.payload.scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         payload = self.payload
@@ -166,13 +161,12 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), frozen_parameter(self.payload.copied()))
+        return memo.setdefault(id(self), frozen_parameter(copy.deepcopy(self.payload)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.dequantize()
-        if isinstance(self, nn.Parameter):
-            whole = nn.Parameter(whole, requires_grad=False)
-        return whole.__reduce_ex__(protocol)
+        is_parameter = isinstance(self, nn.Parameter)
+        return (nn.Parameter(whole, False) if is_parameter else whole).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"Float8FrozenWeight(shape={tuple(self.shape)}, {self.payload.spec})"

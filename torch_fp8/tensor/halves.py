@@ -1,16 +1,22 @@
-"""`Halves`: storage of a float32 weight as a BF16 tensor and the bits below it."""
+"""`Halves`: storage of a float32 weight as a BF16 tensor and the bits below it.
+
+`PayloadCast` is the cast of the payload that such a weight keeps from step to step.
+"""
 
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.ops.quantize import QuantizedTensor, as_layouts, quantize_layouts, quantize_stacked
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
+from torch_fp8.quantization.payload_shape import SQUARE
+from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.quantization.split_float import (
     EXACT_BITS,
@@ -22,10 +28,72 @@ from torch_fp8.quantization.split_float import (
 )
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
 from torch_fp8.tensor.base import in_shared_memory
-from torch_fp8.tensor.payload_cast import PayloadCast
 
 VERSIONS = itertools.count(1)
 """Counter of unique numbers, one for each value that any weight has had."""
+
+
+class PayloadCast(NamedTuple):
+    """A cast of a stored weight (R, C), or of the weights (E, R, C) of E experts, in one layout.
+
+    Attributes:
+        spec: format and granularity.
+        flip: whether the payload is that of the transpose (C, R), quantized along R.
+    """
+
+    spec: CastSpec
+    flip: bool = False
+
+    @staticmethod
+    def of(spec: CastSpec, transposed: bool) -> "PayloadCast":
+        """Return the cast for a layer whose weight is stored as (N, K), or `transposed` as (K, N).
+
+        Squares are cast as they are stored, for both layouts have the same scales. Other payloads
+        serve forward alone, which reads (N, K), quantized along K.
+        """
+        return PayloadCast(spec, transposed and spec.granularity not in SQUARE)
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether the scale comes from the weight's amax, which takes a read of its own.
+
+        With delayed scaling, too: the optimizer knows the amax of the weight that it writes.
+        """
+        return self.spec.granularity == "tensorwise"
+
+    @property
+    def serves_backward(self) -> bool:
+        """Whether backward reads the same bytes, transposed."""
+        return self.spec.granularity in SQUARE
+
+    def num_bytes(self, halves: "Halves") -> int:
+        """Return the bytes of the payload and its scales."""
+        payload = self.empty(halves.high.to("meta"))
+        return payload.qdata.nbytes + payload.scale.nbytes
+
+    def __call__(self, halves: "Halves") -> QuantizedTensor:
+        """Cast the BF16 half, with the amax that the halves keep."""
+        if halves.high.ndim == 3:
+            return quantize_stacked(halves.high.mT if self.flip else halves.high, self.spec)
+        options = self._options(halves.current_amax() if self.needs_amax else None)
+        return self._layout(quantize_layouts(halves.high, options))
+
+    def empty(self, high: Tensor) -> QuantizedTensor:
+        """Allocate the payload of a BF16 half."""
+        if high.ndim == 3:
+            experts, rows, cols = high.mT.shape if self.flip else high.shape
+            qdata = high.new_empty((experts, rows, cols), dtype=self.spec.format.dtype)
+            scale = high.new_empty((experts, rows, 1), dtype=torch.float32)
+            return QuantizedTensor(qdata, scale, self.spec.granularity)
+        options = self._options(None)
+        return self._layout(as_layouts(options.new_layouts(high), options))
+
+    def _layout(self, layouts: Any) -> QuantizedTensor:
+        return layouts[self.flip]
+
+    def _options(self, amax: Tensor | None) -> CastOptions:
+        layout = {"rowwise": not self.flip, "columnwise": self.flip}
+        return CastOptions.of(self.spec, None, amax, **layout)
 
 
 class Halves:
@@ -68,8 +136,7 @@ class Halves:
 
     def join(self, device: torch.device | None = None) -> Tensor:
         """Return the float32 weight, on `device` if one is given."""
-        exact = self.bits == EXACT_BITS
-        return join_matrix(self.high, self.residual, self.bits, device, exact)
+        return join_matrix(self.high, self.residual, self.bits, device, self.bits == EXACT_BITS)
 
     def keep_amax(self) -> None:
         """Keep the amax from step to step, for casts with one scale."""
@@ -164,12 +231,11 @@ class Halves:
             )
         rows, cols = _matrix_shape(self.high)
         row, col, row_length = origin or (0, 0, cols)
-        residual = empty_residual(self.high, RESIDUAL_BITS)
+        old: Any = self.residual
+        residual: Any = empty_residual(self.high, RESIDUAL_BITS)
         matrix = self.high.view(rows, cols)  # (R, C) bfloat16
-        for part in row_parts(rows, cols) if self.high.numel() else ():
-            assert self.residual is not None
-            assert residual is not None
-            joined = join(matrix[part], self.residual[part], self.bits, exact=True)
+        for part in row_parts(rows, cols):
+            joined = join(matrix[part], old[part], self.bits, exact=True)
             joined = saturated(joined, RESIDUAL_BITS)
             index = element_index(
                 len(joined), cols, row + part.start, col, row_length, joined.device
@@ -206,8 +272,7 @@ class Halves:
     @property
     def kept(self) -> list[Tensor]:
         """The tensors that follow from `high`: its amax, its payload and the payload's scale."""
-        payload = () if self.payload is None else self.payload[:2]
-        return [*([] if self.amax is None else [self.amax]), *payload]
+        return [x for x in (self.amax, *(self.payload or ())[:2]) if x is not None]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -239,12 +304,10 @@ def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """
     rows, cols = _matrix_shape(weight)
     high = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    stored = empty_residual(high, bits)
+    stored: Any = empty_residual(high, bits)
     source, target = weight.contiguous().view(rows, cols), high.view(rows, cols)
-    parts = row_parts(rows, cols) if weight.numel() and weight.device.type != "meta" else ()
-    for part in parts:
+    for part in row_parts(rows, cols) if weight.device.type != "meta" else ():
         rows_of_part = source[part] if bits == EXACT_BITS else saturated(source[part], bits)
-        assert stored is not None
         target[part], stored[part] = split(rows_of_part, bits)
     return high, stored
 

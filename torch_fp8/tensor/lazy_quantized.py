@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors, wrapper
 from torch_fp8.tensor.producer import LazySource, modifies
 from torch_fp8.tensor.quantizer import Quantizer, matrix, source_of, with_source
@@ -86,21 +85,18 @@ class LazyQuantizedTensor(QuantizableTensor):
     def matrix(self) -> Tensor:
         return self.production.dense()
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int]:
+    def before_cast(self, payloads: Payloads) -> tuple[Tensor, Payloads, int]:
         """Return the plain matrix (R, C); if it does not exist yet, compute it
         without keeping it.
         """
         source = self.production
         dense = source.producer.dense() if source.plain is None else source.plain
-        return dense, row, col, 0
+        return dense, payloads, 0
 
     def dequantize(self) -> Tensor:
         """Return the plain tensor without a graph; see `plain`."""
         # Not a view, so that autograd accepts it as a custom function's result: (R, C) -> (..., C).
-        dense: Tensor = _aten._unsafe_view(self.production.dense(), self.outer_shape)
-        return dense
+        return _aten._unsafe_view(self.production.dense(), self.outer_shape)
 
     def reshaped(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
         return LazyQuantizedTensor(self.production, shape, self.outer_dtype)
@@ -115,13 +111,10 @@ class LazyQuantizedTensor(QuantizableTensor):
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = plain(self.detach()).clone()
-        return result
+        return memo.setdefault(id(self), plain(self.detach()).clone())
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # This runs before autograd, so that other operators get, and save, a plain tensor.
         kwargs = kwargs or {}
         if func in _KEPT:
@@ -146,8 +139,7 @@ def plain(x: Any) -> Any:
         return x.dequantize()
     # Not cached for a leaf, which would hold itself through its gradient accumulator.
     if x.is_leaf:
-        fresh: Tensor = _Plain.apply(x)
-        return fresh
+        return _Plain.apply(x)
     if x.connected is None:
         x.connected = _Plain.apply(x)
     return x.connected

@@ -113,8 +113,7 @@ class PayloadCache:
             return self.payload
         if capturing or not self.keeps_evaluation:
             return cast()
-        if version != self._version:
-            self.forget()
+        self.forget()
         with torch.inference_mode(False), torch.no_grad():
             payload = self._in_captured_memory(cast())
         self._version, self.payload, self.operand = version, payload, None
@@ -143,10 +142,8 @@ class PayloadCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors in the cache now, each once."""
-        held = [self.payload, self.captured]
-        held.append(None if self.operand is None else self.operand.operand)
-        payloads = [x for x in held if x is not None]
-        tensors = [tensor for x in payloads for tensor in (x.qdata, x.scale)]
+        payloads = self.payload, self.captured, getattr(self.operand, "operand", None)
+        tensors = [tensor for x in payloads if x is not None for tensor in (x.qdata, x.scale)]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
     def __reduce__(self) -> Any:

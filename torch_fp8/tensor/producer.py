@@ -119,13 +119,11 @@ class LazySource:
 
     def own_parameter(self) -> None:
         """Copy the parameter, unless the result exists or can no longer be computed."""
-        parameter = self.parameter
-        assert parameter is not None
+        parameter: Any = self.parameter
         if self.plain is not None or _versions(self.sources) != self.versions:
             return
         if parameter.untyped_storage().nbytes():  # FSDP2 frees gathered weights
-            copy = self.producer.own_parameter()
-            assert copy is not None
+            copy: Any = self.producer.own_parameter()
             self.sources = tuple(copy if x is parameter else x for x in self.sources)
             self.versions = _versions(self.sources)
 
@@ -179,7 +177,11 @@ class LazySource:
         new_row, new_col = rowwise and old_row is None, columnwise and old_col is None
         if new_row or new_col:
             options = self._options(quantizer, old_row or old_col, new_row, new_col)
-            made_row, made_col = self._make(options)
+            if self.plain is None:
+                self._check_sources()
+                made_row, made_col = self.producer.layouts(options)
+            else:
+                made_row, made_col = quantize_layouts(self.plain, options)
             if options.scale is not None and options.amax is not None:
                 self._note(options.amax)
             old_row, old_col = old_row or made_row, old_col or made_col
@@ -233,12 +235,6 @@ class LazySource:
         self.payloads[quantizer.spec] = made
         if quantizer.source.scale is not None and quantizer.source.slot is not None:
             self._note(quantizer.source.slot)
-
-    def _make(self, options: CastOptions) -> Payloads:
-        if self.plain is not None:
-            return quantize_layouts(self.plain, options)
-        self._check_sources()
-        return self.producer.layouts(options)
 
     def _check_written(self) -> None:
         if self.written_by is not None:

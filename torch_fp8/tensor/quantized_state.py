@@ -1,4 +1,4 @@
-"""`QuantizedState`: an optimizer's state in 8 bits that reads and writes like float32.
+"""`Coded`: a tensor stored as codes and scales; `QuantizedState`: an optimizer's state in 8 bits.
 
 `Float8Moment` is a moment of Adam, `Int8Momentum` the momentum of a converted Muon.
 
@@ -7,6 +7,7 @@ step uses the codes. Copies by operators (``clone``, ``to`` another dtype) and p
 float32 tensors.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -30,22 +31,59 @@ from torch_fp8.tensor.base import wrapper
 from torch_fp8.tensor.encoded import Encoded, plain
 
 
-class QuantizedState(Encoded):
-    """A state of codes and scales, which are written in place and shared by aliases.
+class Coded(Encoded):
+    """A tensor of codes and scales, which are written in place and shared by aliases.
 
     Attributes:
-        codes: named tuple of tensors with R rows, at least the codes ``qdata`` and a ``scale`` for
-            each group along a row; (R, K) is `matrix_shape` of the tensor's shape.
-        format: format of the codes, if there are several.
+        codes: named tuple of tensors, at least the codes ``qdata`` and a ``scale`` for each group
+            along a row; (R, K) is `matrix_shape` of the tensor's shape.
+        form: arguments of the class that follow the codes.
     """
 
     codes: Any
+    form: tuple[Any, ...]
+    qdata = property(operator.attrgetter("codes.qdata"))
+    scale = property(operator.attrgetter("codes.scale"))
+
+    def alias(self) -> Any:
+        return self.like(self.codes)
+
+    def like(self, codes: Any) -> Any:
+        """Return a tensor of this form with other codes."""
+        return type(self)(codes, *self.form)
+
+    def map_codes(self, function: Any) -> Any:
+        """Return a tensor with `function` applied to the codes and scales."""
+        return self.like(type(self.codes)(*map(function, self.codes)))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.codes._fields), (type(self.codes), *self.form)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Any:
+        codes, *form = context
+        return cls(codes(**inner), *form)
+
+    @outside_inference_mode
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.map_codes(torch.clone)
+
+
+class QuantizedState(Coded):
+    """An optimizer's state, which reads as float32.
+
+    Attributes:
+        format: format of the codes, if there are several.
+    """
+
     format: Any
 
     @staticmethod
     def __new__(cls: Any, codes: Any, shape: torch.Size, format: Any = None) -> Any:
         self = wrapper(cls, shape, torch.float32, codes.qdata.device)
-        self.codes, self.format = codes, format
+        self.codes, self.form, self.format = codes, (shape, format), format
         return self
 
     def encode_rows(self, rows: Tensor) -> Any:
@@ -66,12 +104,8 @@ class QuantizedState(Encoded):
             value[part] = self.decode_rows(type(self.codes)(*(x[part] for x in self.codes)))
         return value.view(self.shape)  # (R, K) -> the tensor's shape
 
-    def encode(self, x: Tensor) -> None:
-        """Encode a tensor in place, rounding to nearest."""
-        self.write(x, lambda rows, first_row: self.encode_rows(rows))
-
     def store(self, x: Tensor) -> None:
-        self.encode(x)
+        self.write(x, lambda rows, first_row: self.encode_rows(rows))
 
     @torch.no_grad()
     def write(self, x: Tensor, encode: Callable[[Tensor, int], Any]) -> None:
@@ -91,43 +125,6 @@ class QuantizedState(Encoded):
     def take(self, x: Tensor) -> None:
         self.codes = type(self.codes)(*map(torch.empty_like, self.codes))  # aliases keep theirs
         self.store(x)
-
-    def alias(self) -> Any:
-        return self.like(self.codes)
-
-    def like(self, codes: Any) -> Any:
-        """Return a state of this format and shape with other codes."""
-        return type(self)(codes, self.shape, self.format)
-
-    def map_codes(self, function: Any) -> Any:
-        """Return a state with `function` applied to the codes and scales."""
-        return self.like(type(self.codes)(*map(function, self.codes)))
-
-    def stored_part(self) -> Tensor:
-        return self.qdata
-
-    @property
-    def qdata(self) -> Tensor:
-        qdata: Tensor = self.codes.qdata
-        return qdata
-
-    @property
-    def scale(self) -> Tensor:
-        return self.codes.scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.codes._fields), (type(self.codes), self.shape, self.format)
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> Any:
-        codes, *form = context
-        return cls(codes(**inner), *form)
-
-    @outside_inference_mode
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.map_codes(torch.clone)
 
     def __repr__(self, **options: Any) -> str:
         return f"{self.dequantize()!r} in 8 bits"
@@ -178,8 +175,7 @@ def _zero(moment: Float8Moment) -> Float8Moment:
     return moment
 
 
-_HANDLERS: dict[Any, Any] = {torch.ops.aten.zero_.default: _zero}
-Float8Moment.handlers = QuantizedState.handlers | _HANDLERS
+Float8Moment.handlers = {**QuantizedState.handlers, torch.ops.aten.zero_.default: _zero}
 
 
 class Int8Momentum(QuantizedState):

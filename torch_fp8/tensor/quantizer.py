@@ -27,8 +27,8 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import ScaleSource, group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
+from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -157,8 +157,7 @@ class WeightQuantizer(NamedTuple):
                 return cast(halves)
             weight = halves.high
         row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
-        layout = col if flip else row  # (N, K), whichever way the weight is stored
-        assert layout is not None
+        layout: Any = col if flip else row  # (N, K), whichever way the weight is stored
         return layout
 
     def without_gradients(self, weight: Tensor, training: bool) -> QuantizedTensor:
@@ -195,6 +194,7 @@ class WeightQuantizer(NamedTuple):
             after: see `torch_fp8.ops.quantize.transposed`.
         """
         flip = self.transposed
+        layout: Any
         if isinstance(weight, QuantizableTensor):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
             row, col = type(weight).quantize(weight, self.quantizer, **needs, after=after)
@@ -203,13 +203,11 @@ class WeightQuantizer(NamedTuple):
                 payload = self.kept_payload(weight)
                 if payload is not None:
                     layout = payload if flip else transposed(payload, after)
-                    assert layout is not None
                     return layout
                 weight = weight.halves.high
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
-        assert layout is not None
         return layout
 
 
@@ -324,9 +322,8 @@ def is_opaque(x: Tensor) -> bool:
 
 def matrix(x: Tensor) -> Tensor:
     """Return x (..., C) as a plain tensor (R, C)."""
-    if isinstance(x, QuantizableTensor):
-        return x.matrix()
-    return x.reshape(-1, x.shape[-1])  # a view where strides allow
+    # A view where strides allow.
+    return x.matrix() if isinstance(x, QuantizableTensor) else x.reshape(-1, x.shape[-1])
 
 
 def with_source(x: Tensor, source: Any) -> Tensor:

@@ -1,4 +1,11 @@
-"""`Readable`: a tensor without plain memory that is decoded to be read and encoded when written."""
+"""`Readable`: a tensor without plain memory that is decoded to be read and encoded when written.
+
+torch refuses to swap the implementations of two tensors (`swappable`) if C++ code has weak
+references to one. torch.profiler keeps one for each tensor that it has recorded with
+``record_shapes`` or ``with_stack``, until the profiler is freed. ``torch.utils.swap_tensors``
+changes both classes before it is refused, which leaves a tensor that nothing can read. Ask here
+before anything is changed.
+"""
 
 from typing import Any
 
@@ -7,16 +14,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from torch_fp8.tensor.base import SharedParts
+REFERRED = "torch.profiler refers to them"
+"""Reason why weights keep their form."""
 
 
-class Readable(SharedParts):
+class Readable(Tensor):
     """Base of tensors without plain memory that read and write like plain ones.
 
-    Lists, NumPy arrays and DLPack receive a decoded copy.
+    Lists, NumPy arrays and DLPack receive a decoded copy. ``__tensor_flatten__`` names the parts in
+    which the tensor is stored. As with a plain tensor, torch's multiprocessing moves what it sends
+    into shared memory, so that both processes read and write the same parts.
     """
 
     __torch_function__ = nn.Parameter.__torch_function__
+    __tensor_flatten__: Any
+    __tensor_unflatten__: Any
 
     def dequantize(self) -> Tensor:
         """Return a plain tensor of this shape and dtype."""
@@ -26,10 +38,17 @@ class Readable(SharedParts):
         """Encode `x`, of this shape."""
         raise NotImplementedError
 
+    def share_memory_(self) -> Tensor:
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
+
     def stored_part(self) -> Tensor:
         """Return one of the plain tensors in which this tensor is stored."""
-        part: Tensor = getattr(self, self.__tensor_flatten__()[0][0])
-        return part
+        return getattr(self, self.__tensor_flatten__()[0][0])
 
     def is_traced(self) -> bool:
         """Return whether torch.compile traces this tensor."""
@@ -66,7 +85,51 @@ class Readable(SharedParts):
         return self.numpy().__array__(dtype, **options)
 
 
-def refuse_to_leave(x: "Readable") -> None:
+def reduce_shared(tensor: Readable) -> Any:
+    """Reduce a tensor for multiprocessing: to its own form, with shared memory."""
+    if tensor.device.type != "cpu":
+        return tensor.__reduce_ex__(2)
+    with torch.no_grad():
+        tensor.share_memory_()
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return _rebuild, (type(tensor), parts, context, tensor.requires_grad, is_parameter)
+
+
+def _rebuild(cls: Any, parts: Any, context: Any, requires_grad: bool, is_parameter: bool) -> Any:
+    tensor = cls.__tensor_unflatten__(parts, context, None, None)
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+
+
+def plain(x: Tensor) -> Tensor:
+    """Decode a `Readable` tensor; return any other tensor unchanged."""
+    return x.dequantize() if isinstance(x, Readable) else x
+
+
+def swappable(tensor: Tensor) -> bool:
+    """Return whether torch swaps a tensor's implementation, by swapping it there and back."""
+    other = torch.empty(0, dtype=torch.float32, device="cpu")
+    try:
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:
+        return False
+    torch._C._swap_tensor_impl(tensor, other)
+    return True
+
+
+def refuse_swap(tensor: Tensor) -> None:
+    """Raise RuntimeError if torch cannot swap a tensor's implementation."""
+    if not swappable(tensor):
+        raise RuntimeError(
+            f"a {tensor.dtype} weight {tuple(tensor.shape)} cannot be stored in another form, "
+            "because torch.profiler has recorded it with record_shapes or with_stack and refers to "
+            "it. The weight is unchanged. Change it before you profile, or after you have deleted "
+            "the profiler object"
+        )
+
+
+def refuse_to_leave(x: Readable) -> None:
     """Raise RuntimeError if AOTAutograd flattens x, as it does with what leaves its graph."""
     if type(x.stored_part()) is FunctionalTensor:
         raise RuntimeError(
@@ -133,9 +196,7 @@ def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]], wide: bool =
         if writes:
             written.append((x, dense))
         return dense
-    if isinstance(x, (list, tuple)):
-        return [_dense(y, writes, written, wide) for y in x]
-    return x
+    return [_dense(y, writes, written, wide) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def _widened(x: Any, written: list[tuple[Any, Tensor]]) -> Any:

@@ -38,10 +38,9 @@ class ReleasedGrad(Tensor):
     @staticmethod
     def __new__(cls: Any, like: Tensor, **options: Any) -> "ReleasedGrad":
         options = {"dtype": like.dtype, "device": like.device, **options}
-        grad: ReleasedGrad = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), storage_size=0, **options
         )
-        return grad
 
     @classmethod
     @torch._disable_dynamo  # imports torch._dynamo at the first call

@@ -29,7 +29,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.swap import swappable
+from torch_fp8.tensor.readable import swappable
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook, adapt_hooks
 
 _aten: Any = torch.ops.aten
@@ -165,11 +165,8 @@ class SplitWeight(SplitTensor):
         return super().untyped_storage() if copy is None else copy.untyped_storage()
 
     def _copy(self) -> Tensor | None:
-        if (
-            _is_parameter(self)
-            or torch.compiler.is_compiling()
-            or type(self.halves.high) is not Tensor
-        ):
+        is_traced = torch.compiler.is_compiling() or type(self.halves.high) is not Tensor
+        if is_traced or _is_parameter(self):
             return None
         known = None if in_shared_memory(self.halves.high) else self.halves.copy
         copy = known[1]() if known is not None and known[0] == self.halves.version else None
@@ -189,8 +186,7 @@ class SplitWeight(SplitTensor):
             if self.__dict__.pop("_swapped", None) is None:
                 again = functools.partial(split_parameter, bits=EXACT_BITS)
                 self._swapped = SwappedParameter(self, attributes_of(self), again)
-        count: int = super()._use_count()
-        return count
+        return super()._use_count()
 
     def share_memory_(self) -> Tensor:
         return _unswapped(super().share_memory_())
@@ -205,15 +201,9 @@ class SplitWeight(SplitTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return self.halves.flattened()
 
-    @property
-    def high(self) -> Tensor:
-        return self.halves.high
-
-    @property
-    def residual(self) -> Tensor | None:
-        return self.halves.residual
-
     # Inputs of graphs, which each call reads.
+    high = property(lambda self: self.halves.high)
+    residual = property(lambda self: self.halves.residual)
     fp8_amax = property(lambda self: self.halves.graph_amax())
     fp8_payload = property(lambda self: self.halves.graph_payload().qdata)
     fp8_scale = property(lambda self: self.halves.graph_payload().scale)
@@ -239,8 +229,7 @@ def _unswapped(weight: SplitWeight) -> Tensor:
 def _method(name: str) -> Any:
     def method(self: SplitWeight, *args: Any, **options: Any) -> Tensor:
         result: Tensor = getattr(torch.Tensor, name)(self, *args, **options)
-        swapped = result is not self or torch.compiler.is_compiling()
-        return result if swapped else _unswapped(self)
+        return result if result is not self or torch.compiler.is_compiling() else _unswapped(self)
 
     return method
 

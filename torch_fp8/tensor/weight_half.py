@@ -28,8 +28,7 @@ class _Half(torch.autograd.Function):
 @torch.compiler.allow_in_graph
 def half(weight: Tensor) -> Tensor:
     """Return the BF16 half of a `SplitWeight`; the weight's gradient flows through it in BF16."""
-    result: Tensor = _Half.apply(weight)
-    return result
+    return _Half.apply(weight)
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
@@ -52,8 +51,7 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 
 def _repeats_among_ranks() -> bool:
     """Return whether a backward repeats a forward, in a process that is one of several ranks."""
-    ranks = dist.is_available() and dist.is_initialized()
-    return ranks and torch._C._current_graph_task_id() != -1
+    return dist.is_available() and dist.is_initialized() and torch._C._current_graph_task_id() != -1
 
 
 def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:

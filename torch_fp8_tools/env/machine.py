@@ -69,10 +69,9 @@ def describe(options: argparse.Namespace) -> int:
         listed = [asdict(result) for result in results]
         end = json.dumps({"ok": not status, "results": listed}, indent=2)
     else:
-        end = summary(results)
-        end += "" if options.all or options.self_test else _MORE
         logs = [f"{r.section}: {r.name}\n{r.log}" for r in results if r.log and r.status == FAILED]
-        end = "\n\n".join([*logs, end])
+        end = "\n\n".join([*logs, summary(results)])
+        end += "" if options.all or options.self_test else _MORE
     _print(f"{end}\n")
     return status
 
@@ -98,15 +97,20 @@ _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
 
 def versions() -> list[Result]:
     """List the versions of this package, Python, torch and the libraries that torch depends on."""
+    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+    cublas = (
+        distribution_version(*_CUBLAS) or "included with CUDA; torch does not report its version"
+    )
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     known = {
         "torch-fp8": f"{torch_fp8.__version__} in {Path(torch_fp8.__file__).parent}",
         "Python": f"{platform.python_version()} at {sys.executable}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch": torch.__version__,
-        "CUDA": _cuda(),
+        "CUDA": torch.version.cuda or f"none: torch was built for {built_for}",
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) or "none",
-        "cuBLASLt": _cublas(),
-        "NCCL": _nccl(),
+        "cuBLASLt": cublas if torch.version.cuda else "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
         "Triton": distribution_version("triton") or "not installed: no kernel can run on a card",
     }
     rows = [Result(SECTION, name, INFO, detail) for name, detail in known.items()]
@@ -124,25 +128,6 @@ def _compiler() -> Result:
     needed = f"{missing}. A GPU needs them, or a warm Triton cache: apt-get install {PACKAGES}"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return Result(SECTION, "C compiler", INFO, needed if missing else f"{compiler}, with Python.h")
-
-
-def _cuda() -> str:
-    if torch.version.hip is not None:
-        return f"none: torch was built for ROCm {torch.version.hip}"
-    return torch.version.cuda or "none: torch was built for the CPU"
-
-
-def _cublas() -> str:
-    if torch.version.cuda is None:
-        return "none"
-    version = distribution_version(*_CUBLAS)
-    return version or "included with CUDA; torch does not report its version"
-
-
-def _nccl() -> str:
-    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 CARDS, NATIVE = "cards", "recipes on cards"

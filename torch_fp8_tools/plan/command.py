@@ -17,17 +17,6 @@ _DEFAULT = FP8Config().opt_level
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    collects = gc.isenabled()
-    gc.disable()  # what a step saves for backward is freed without it
-    try:
-        return _plan(options)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _plan(options: argparse.Namespace) -> int:
-    levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
         raise ValueError(
             "--gpus no longer takes several numbers: plan one after the other, such as --gpus "
@@ -35,7 +24,13 @@ def _plan(options: argparse.Namespace) -> int:
         )
     names = inspect.signature(Setup).parameters.keys() - {"model", "gpus"}
     given = {name: getattr(options, name) for name in names}
-    result = planner.plan(options.model, levels=levels, gpus=options.gpus[0], **given)
+    levels, collects = tuple(options.level or LEVELS), gc.isenabled()
+    gc.disable()  # what a step saves for backward is freed without it
+    try:
+        result = planner.plan(options.model, levels=levels, gpus=options.gpus[0], **given)
+    finally:
+        if collects:
+            gc.enable()
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
@@ -51,13 +46,9 @@ def plain_text(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Describe the planned run in a few words."""
     setup = plan.setup
-    degrees = {
-        "data": setup.data,
-        "FSDP": setup.fsdp,
-        "tensor": setup.tensor,
-        "pipeline": setup.pipeline,
-    }
-    ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+    degrees = setup.data, setup.fsdp, setup.tensor, setup.pipeline
+    names = "data", "FSDP", "tensor", "pipeline"
+    ways = " x ".join(f"{name} {n}" for name, n in zip(names, degrees, strict=True) if n > 1)
     trained = f"LoRA of rank {setup.rank}" if setup.method == "lora" else "full training"
     many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"
     return (
@@ -72,13 +63,14 @@ def lines_of(plan: Plan) -> list[list[str]]:
     """Return the rows of the table: a category, and a cell for each level."""
     levels = plan.levels.values()
     names = [n for n in CATEGORIES if any(level.bytes[n] for level in levels)]
-    rows = [["GiB per GPU", *plan.levels]]
-    for name in (*names, "activations", "total"):
-        rows.append([name, *(gib(level.bytes[name]) for level in levels)])
-    rows.append(["peak", *(gib(level.peak) for level in levels)])
-    rows.append(["fits", *(_fits(level) for level in levels)])
-    rows.append(["wire a step", *(gib(level.wire) for level in levels)])
-    return rows
+    parts = (*names, "activations", "total")
+    return [
+        ["GiB per GPU", *plan.levels],
+        *([name, *(gib(level.bytes[name]) for level in levels)] for name in parts),
+        ["peak", *(gib(level.peak) for level in levels)],
+        ["fits", *(_fits(level) for level in levels)],
+        ["wire a step", *(gib(level.wire) for level in levels)],
+    ]
 
 
 def notes(plan: Plan) -> list[str]:

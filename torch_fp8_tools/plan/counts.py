@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Moment, Part, StepBytes
-from torch_fp8_tools.plan.kernel_functions import KernelFunctions
-from torch_fp8_tools.plan.known_results import KnownResults
+from torch_fp8_tools.plan.kernel_functions import followed_once
 from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import (
     fake_ranks,
@@ -124,7 +123,7 @@ def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
 
     Masks and scores of attention grow with the square of the sequence, all else with the sequence.
     The moment that is highest at a short length need not be that at a long one, so a peak is the
-    highest continued moment. Loops outside of `KernelFunctions` have other moments at each length,
+    highest continued moment. Loops outside of `followed_once` have other moments at each length,
     and there the peaks themselves are continued.
     """
 
@@ -184,17 +183,15 @@ def _run_step(
     with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            with KnownResults():
-                model.to_empty(device="cpu")
-                if hasattr(model, "tie_weights"):
-                    model.tie_weights()
-                if mesh is not None:
-                    shard(model, mesh)
-            if mesh is not None and level != BF16:
-                connect_fsdp(model, setup.fp8_config(level))
+            model.to_empty(device="cpu")
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()
+            if mesh is not None:
+                shard(model, mesh)
+                if level != BF16:
+                    connect_fsdp(model, setup.fp8_config(level))
             step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
-            functions = KernelFunctions(step).of(model)
-            with step, functions, grouped_in_bf16(), torch.enable_grad():
+            with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
                 tokens = torch.zeros(
                     (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
                 )

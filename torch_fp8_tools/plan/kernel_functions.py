@@ -9,7 +9,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -47,93 +48,86 @@ class _Bytes:
     gradients: list[Layout | None]
 
 
-class KernelFunctions:
-    """Follows the functions once for each layout of arguments; all steps share what they find."""
+_known: dict[Any, _Bytes | None] = {}
+"""The bytes by function and arguments, for all steps, or None to run each call."""
 
-    _known: ClassVar[dict[Any, _Bytes | None]] = {}  # None: each call runs
 
-    def __init__(self, step: FollowedStep) -> None:
-        self._step = step
+@contextlib.contextmanager
+def followed_once(step: FollowedStep, model: nn.Module) -> Iterator[None]:
+    """Replace the functions that the modules of `model` call in a step.
 
-    @contextlib.contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """Replace the functions that the modules of `model` call."""
-        with contextlib.ExitStack() as stack:
-            for module in {sys.modules[type(each).__module__] for each in model.modules()}:
-                for name, value in [*vars(module).items()]:
-                    is_decorated = hasattr(value, "__wrapped__") and hasattr(value, "__globals__")
-                    if is_decorated and value.__globals__["__name__"] == _HUB:
-                        stack.enter_context(patch.object(module, name, self._once(value)))
-            yield
+    Each runs once for each layout of arguments; later calls, also in other steps, only count bytes.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in {sys.modules[type(each).__module__] for each in model.modules()}:
+            for name, value in [*vars(module).items()]:
+                is_decorated = hasattr(value, "__wrapped__") and hasattr(value, "__globals__")
+                if is_decorated and value.__globals__["__name__"] == _HUB:
+                    stack.enter_context(patch.object(module, name, partial(_once, step, value)))
+        yield
 
-    def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def once(*args: Any, **kwargs: Any) -> Any:
-            values = [*args, *kwargs.values()]
-            places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-            inputs = [values[i] for i in places]
 
-            def call(tensors: list[Any]) -> Any:
-                new = dict(zip(places, tensors, strict=True))
-                given = [new.get(i, value) for i, value in enumerate(values)]
-                named = zip(kwargs, given[len(args) :], strict=True)
-                return function(*given[: len(args)], **dict(named))
+def _once(step: FollowedStep, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    values = [*args, *kwargs.values()]
+    places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    inputs = [values[i] for i in places]
 
-            needs = tuple(tensor.requires_grad for tensor in inputs)
-            key = key_of((function, torch.is_grad_enabled(), needs, *values, *kwargs))
-            if key is not None and key not in self._known:
-                self._known[key] = self._follow(call, inputs)
-            known = self._known.get(key)
-            if known is None:
-                return function(*args, **kwargs)
-            tensors = iter(_SameBytes.apply(self._step, known, *inputs))
-            outputs = [None if each is None else next(tensors) for each in known.outputs]
-            return tuple(outputs) if known.is_tuple else outputs[0]
+    def call(tensors: list[Any]) -> Any:
+        new = dict(zip(places, tensors, strict=True))
+        given = [new.get(i, value) for i, value in enumerate(values)]
+        return function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
-        return once
+    needs = tuple(tensor.requires_grad for tensor in inputs)
+    key = key_of((function, torch.is_grad_enabled(), needs, *values, *kwargs))
+    if key is not None and key not in _known:
+        _known[key] = _follow(step, call, inputs)
+    known = _known.get(key)
+    if known is None:
+        return function(*args, **kwargs)
+    tensors = iter(_SameBytes.apply(step, known, *inputs))
+    outputs = [None if each is None else next(tensors) for each in known.outputs]
+    return tuple(outputs) if known.is_tuple else outputs[0]
 
-    def _follow(self, call: Callable[[list[Any]], Any], like: list[Any]) -> _Bytes | None:
-        """Run a call forward and backward on new tensors, or None if it cannot stand for others.
 
-        The peak of backward counts all inputs, as if the caller held them.
-        """
-        step = self._step
-        calls, begun, moments = step.calls, step.begun, step.moments
-        inputs = [step.new(t, layout_of(t)).requires_grad_(t.requires_grad) for t in like]
-        needing = [tensor for tensor in inputs if tensor.requires_grad]
-        # Not the hooks of activation checkpointing, which drop what backward needs.
-        with torch.autograd.graph.saved_tensors_hooks(step.save, lambda tensor: tensor):
-            start = step.restart()
-            returned = call([t.view_as(t) for t in inputs])  # autocast caches casts of leaves
-            forward = step.beyond(start), step.calls - calls
-            is_tuple = isinstance(returned, tuple)
-            results = [*returned] if is_tuple else [returned]
-            tensors = [tensor for tensor in results if tensor is not None]
-            is_plain = new_layouts((*inputs, *tensors), inputs[0], ()) is not None
-            outputs = [
-                None if t is None else (layout_of(t), step.saves(t), t.requires_grad)
-                for t in results
-            ]
-            held = step.total - start[0]
-            held -= sum(t.untyped_storage().nbytes() for t in tensors)
-            saved = [i for i, tensor in enumerate(inputs) if step.saves(tensor)]
-            of_inputs: dict[int, Any] = {}
-            backward: tuple[Moment, int] = (0, 0), 0
-            if roots := [tensor for tensor in tensors if tensor.requires_grad]:
-                before = step.begun = step.calls
-                root = _Root.apply(step, *roots)
-                del returned, results, tensors, roots
-                with torch.autocast("cpu", enabled=False):
-                    grads = torch.autograd.grad(root, needing, allow_unused=True)
-                backward = step.beyond(step.begin_of_root), step.calls - before
-                pairs = zip(needing, grads, strict=True)
-                of_inputs = {id(t): g for t, g in pairs if g is not None}
-                new = (*inputs, *of_inputs.values())
-                is_plain = is_plain and new_layouts(new, inputs[0], ()) is not None
-        step.calls, step.begun, step.moments = calls, begun, moments
-        if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
-            return None
-        gradients = [layout_of(of_inputs[id(t)]) if id(t) in of_inputs else None for t in inputs]
-        return _Bytes(forward, backward, outputs, is_tuple, held, saved, gradients)
+def _follow(step: FollowedStep, call: Callable[[list[Any]], Any], like: list[Any]) -> _Bytes | None:
+    """Run a call forward and backward on new tensors, or None if it cannot stand for others.
+
+    The peak of backward counts all inputs, as if the caller held them.
+    """
+    calls, begun, moments = step.calls, step.begun, step.moments
+    inputs = [step.new(t, layout_of(t)).requires_grad_(t.requires_grad) for t in like]
+    needing = [tensor for tensor in inputs if tensor.requires_grad]
+    # Not the hooks of activation checkpointing, which drop what backward needs.
+    with torch.autograd.graph.saved_tensors_hooks(step.save, lambda tensor: tensor):
+        start = step.restart()
+        returned = call([t.view_as(t) for t in inputs])  # autocast caches casts of leaves
+        forward = step.beyond(start), step.calls - calls
+        is_tuple = isinstance(returned, tuple)
+        results = [*returned] if is_tuple else [returned]
+        tensors = [tensor for tensor in results if tensor is not None]
+        outputs = [
+            None if t is None else (layout_of(t), step.saves(t), t.requires_grad) for t in results
+        ]
+        held = step.total - start[0] - sum(t.untyped_storage().nbytes() for t in tensors)
+        saved = [i for i, tensor in enumerate(inputs) if step.saves(tensor)]
+        is_plain = new_layouts((*inputs, *tensors), inputs[0], ()) is not None
+        grads: dict[int, Any] = {}
+        backward: tuple[Moment, int] = (0, 0), 0
+        if roots := [tensor for tensor in tensors if tensor.requires_grad]:
+            before = step.begun = step.calls
+            root = _Root.apply(step, *roots)
+            del returned, results, tensors, roots
+            with torch.autocast("cpu", enabled=False):
+                of_inputs = torch.autograd.grad(root, needing, allow_unused=True)
+            backward = step.beyond(step.begin_of_root), step.calls - before
+            pairs = zip(needing, of_inputs, strict=True)
+            grads = {id(t): grad for t, grad in pairs if grad is not None}
+            is_plain &= new_layouts((*inputs, *grads.values()), inputs[0], ()) is not None
+    step.calls, step.begun, step.moments = calls, begun, moments
+    if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
+        return None
+    gradients = [layout_of(grads[id(t)]) if id(t) in grads else None for t in inputs]
+    return _Bytes(forward, backward, outputs, is_tuple, held, saved, gradients)
 
 
 class _Root(torch.autograd.Function):

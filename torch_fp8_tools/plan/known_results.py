@@ -5,68 +5,49 @@ FakeTensorMode spends most of its time for each on the key of its cache, which a
 sizes. A step has none, so shapes, strides and dtypes are key enough.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fp8.tensor.base import map_tensors
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-_NAMESPACES = ("aten", "torch_fp8")
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype."""
-_BLANK: dict[str, None] = {}
+_known: dict[Any, tuple[bool, list[Layout]] | None] = {}
+"""Whether a call has several results, and the layout of each, or None to run the operator. All
+steps share it, because a layout does not depend on the step.
+"""
+_blank: dict[str, None] = {}
 """The attributes of a FakeTensor without values that are None."""
 
 
-class KnownResults(TorchDispatchMode):
-    """Calls operators on fake tensors; of equal calls only the first runs the operator.
-
-    All steps share the results, because a layout does not depend on the step.
-    """
-
-    # Whether there are several results, and the layout of each, or None to run the operator.
-    _known: ClassVar[dict[Any, tuple[bool, list[Layout]] | None]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the check at each call takes as long as a view
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        first = args[0] if args else None
-        if not isinstance(first, FakeTensor):
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and first.constant is None:
-            return first  # there are no values
-        if (func.is_view or func is _UNSAFE_VIEW) and not kwargs and first.constant is None:
-            return _view(func, first, args)
-        kwargs = kwargs or {}
-        if func.namespace not in _NAMESPACES or func._schema.is_mutable:
-            return func(*args, **kwargs)
-        key = key_of((func, *args, *kwargs.items()))
-        known = self._known.get(key)
-        if known is not None:
-            several, layouts = known
-            results = tuple([empty(first, *layout) for layout in layouts])
-            return results if several else results[0]
-        out = func(*args, **kwargs)
-        if key is not None and key not in self._known:
-            self._known[key] = new_layouts(out, first, (*args, *kwargs.values()))
-        return out
-
-
-def _view(func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
-    """Return views as FakeTensorMode does, without its cache, whose keys take longer."""
-    with in_kernel_invocation_manager(base.fake_mode):
-        out = func(*args)
-    if isinstance(out, Tensor):
-        return fake(out, base)
-    return map_tensors(out, lambda view: fake(view, base))
+def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator; of equal calls on fake tensors only the first runs it."""
+    first = args[0] if args else None
+    if not isinstance(first, FakeTensor) or first.constant is not None:
+        return func(*args, **kwargs)
+    if func is torch.ops.aten.copy_.default:
+        return first  # there are no values
+    if (func.is_view or func is _UNSAFE_VIEW) and not kwargs:
+        # As FakeTensorMode does it, without its cache, whose keys take longer.
+        with in_kernel_invocation_manager(first.fake_mode):
+            out = func(*args)
+        return map_tensors(out, lambda view: _fake(view, first))
+    if func.namespace not in ("aten", "torch_fp8") or func._schema.is_mutable:
+        return func(*args, **kwargs)
+    key = key_of((func, *args, *kwargs.items()))
+    known = _known.get(key)
+    if known is not None:
+        several, layouts = known
+        results = tuple([empty(first, *layout) for layout in layouts])
+        return results if several else results[0]
+    out = func(*args, **kwargs)
+    if key is not None and key not in _known:
+        _known[key] = new_layouts(out, first, (*args, *kwargs.values()))
+    return out
 
 
 def key_of(value: Any) -> Any:
@@ -93,29 +74,18 @@ def empty(
 ) -> FakeTensor:
     """Return a new tensor, unseen by modes, in the mode and on the device of `like`."""
     with torch._C._DisableTorchDispatch():
-        empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return fake(empty, like)
+        return _fake(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), like)
 
 
-def fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
-    """Make a FakeTensor of a tensor on the meta device, faster than its constructor does.
-
-    Args:
-        tensor: a tensor on the meta device.
-        like: a FakeTensor with the same mode and device.
-    """
-    if not _BLANK:
+def _fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
+    """Make a FakeTensor of a tensor on the meta device, faster than its constructor does."""
+    if not _blank:
         first = FakeTensor(like.fake_mode, tensor, like.fake_device)
-        _BLANK.update({name: None for name, value in vars(first).items() if value is None})
+        _blank.update({name: None for name, value in vars(first).items() if value is None})
         return first
-    new: FakeTensor = Tensor._make_subclass(
-        FakeTensor,
-        tensor,
-        tensor.requires_grad,
-        dispatch_device=True,
-        device_for_backend_keys=like.fake_device,
-    )
-    vars(new).update(_BLANK)
+    options = {"dispatch_device": True, "device_for_backend_keys": like.fake_device}
+    new = Tensor._make_subclass(FakeTensor, tensor, tensor.requires_grad, **options)
+    vars(new).update(_blank)
     new.fake_mode, new.fake_device = like.fake_mode, like.fake_device
     return new
 
@@ -124,7 +94,6 @@ def new_layouts(
     out: Any, first: FakeTensor, args: tuple[Any, ...]
 ) -> tuple[bool, list[Layout]] | None:
     """Describe results, or None unless each is a new tensor, without values, on the device."""
-    results = out if isinstance(out, (tuple, list)) else (out,)
     seen: list[int] = []
 
     def see(value: Any) -> None:
@@ -133,7 +102,7 @@ def new_layouts(
 
     map_tensors(args, see)
     layouts: list[Layout] = []
-    for result in results:
+    for result in out if isinstance(out, (tuple, list)) else (out,):
         if type(result) is not FakeTensor or result.fake_device != first.fake_device:
             return None
         layout, storage = layout_of(result), result.untyped_storage()

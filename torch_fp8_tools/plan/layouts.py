@@ -21,11 +21,6 @@ from torch import nn
 from torch_fp8_tools.host_models import imported, missing_package, model_folder
 
 
-def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:
-    """Return the options that the configurations of a family share."""
-    return {"model_type": kind, "vocab_size": vocab_size, **more}
-
-
 def _sizes(
     base: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, **more: Any
 ) -> dict[str, Any]:
@@ -36,19 +31,17 @@ def _sizes(
 
 _UNTIED = {"tie_word_embeddings": False}
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128, **_UNTIED}
-_LLAMA_3 = _family("llama", 128256, max_position_embeddings=131072, rms_norm_eps=1e-5, **_HEADS)
-_QWEN_3 = _family("qwen3", 151936, max_position_embeddings=40960, **_HEADS)
-_GPT = _family(
-    "gpt_neox", 50304, max_position_embeddings=2048, use_parallel_residual=False,
-    tie_word_embeddings=True,
-)  # fmt: skip
+_LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
+_LLAMA_3 |= {"rms_norm_eps": 1e-5, **_HEADS}
+_QWEN_3 = {"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, **_HEADS}
+_GPT = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 2048}
+_GPT |= {"use_parallel_residual": False, "tie_word_embeddings": True}
 _QWEN_3_MOE = _QWEN_3 | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
 _QWEN_3_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-_GPT_OSS = _family("gpt_oss", 201088, num_experts_per_tok=4, **{**_HEADS, "head_dim": 64})
-_MIXTRAL = _family(
-    "mixtral", 32000, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
-    max_position_embeddings=32768, **_UNTIED,
-)  # fmt: skip
+_GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201088, "num_experts_per_tok": 4}
+_GPT_OSS |= {**_HEADS, "head_dim": 64}
+_MIXTRAL = {"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768}
+_MIXTRAL |= {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, **_UNTIED}
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt-7b": _sizes(_GPT, 32, 4096, 16384, 32),
     "gpt-13b": _sizes(_GPT, 40, 5120, 20480, 40),

@@ -166,8 +166,6 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that hold a tensor's memory; a wrapper subclass declares several."""
     if type(tensor) in (Tensor, nn.Parameter, FakeTensor):
         return [tensor]
-    if hasattr(tensor, "parts"):
-        return [part for part in tensor.parts() if isinstance(part, Tensor)]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [leaf for name in names for leaf in plain_parts(getattr(tensor, name))]

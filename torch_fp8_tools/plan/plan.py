@@ -1,10 +1,11 @@
 """`plan`: memory and network traffic of a training run, for BF16 and each level."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +163,8 @@ def plan_setup(setup: Setup, levels: Sequence[str], counted: dict[str, StepBytes
             f"layers of {type(setup.config).__name__} share parameters, which FSDP2 cannot shard "
             "layer by layer: use fsdp=1, with data for several GPUs"
         )
-    standing: dict[str, MemoryReport] = {}
-    plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
+    report = functools.cache(functools.partial(standing_bytes, setup))
+    plans = {level: _plan_level(setup, level, counted, report) for level in levels}
     lengths = next((step.lengths for step in counted.values() if step.lengths), ())
     num_params = sum(p.numel() for p in setup.layers.whole.parameters())
     return Plan(setup, plans, num_params, _rows_of_experts(setup), lengths)
@@ -184,25 +185,24 @@ def _plan_level(
     setup: Setup,
     level: str,
     counted: dict[str, StepBytes],
-    reports: dict[str, MemoryReport],
+    report: Callable[[str], MemoryReport],
 ) -> LevelPlan:
     """Plan a level; the counts of steps, and the reports of what persists, are reused."""
-
-    def report(level: str) -> MemoryReport:
-        if level not in reports:
-            reports[level] = standing_bytes(setup, level)
-        return reports[level]
-
-    step = _step(setup, level, counted)
+    same = "O2" if level == "O3" else level  # O3 only differs in its 8-bit gradients
+    if same not in counted:
+        counted[same] = step_bytes(setup, same)
+    step = counted[same]
     parts = {name: getattr(report(level), name) for name in CATEGORIES}
     # A first pipeline stage holds the activations of the other micro-batches.
     forward = step.forward + (min(setup.pipeline, setup.accumulate) - 1) * step.saved
     # With BF16 instead of 8-bit gradients, as steps are counted.
-    plain = report("O2" if level == "O3" else level)
+    plain = report(same)
     without_gradients = plain.total - plain.gradients
     backward = step.backward + sum(parts.values()) - without_gradients - plain.gradients
     total = sum(parts.values()) + forward
-    peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
+    # Gradients persist between micro-batches, of which a pipeline has several, or in DDP's buckets.
+    persist = setup.accumulate > 1 or (setup.data > 1 and setup.fsdp == 1)
+    peak = total if persist else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
     exchanged = report(BF16).gradients / 4 if setup.data > 1 else 0.0  # elements
     wire = wire_bytes(setup, exchanged, step, level)
@@ -215,11 +215,3 @@ def _plan_level(
         wire=round(wire),
         config="" if level == BF16 else json.dumps(config),
     )
-
-
-def _step(setup: Setup, level: str, counted: dict[str, StepBytes]) -> StepBytes:
-    """Count a step; O2 and O3 hold and send the same, except for 8-bit gradients."""
-    same = "O2" if level == "O3" else level
-    if same not in counted:
-        counted[same] = step_bytes(setup, same)
-    return counted[same]

@@ -55,23 +55,19 @@ _WITHOUT_FP8 = {
 }
 
 
-def _check_card(name: str, capability: tuple[int, int], recipe: str) -> None:
-    """Refuse a card that cannot run the recipe; ``torch-fp8 --help`` needs no operators."""
-    from torch_fp8.ops.hardware import check_card
-
-    check_card(name, capability, recipe)
-
-
-def card_named(name: str) -> Card:
+def card_for(name: str, recipe: str) -> Card:
     """Return a card by its name, in any case.
 
     Raises:
-        ValueError: the card is unknown, or has no FP8 tensor cores.
+        ValueError: the card is unknown, or cannot run the recipe.
     """
+    from torch_fp8.ops.hardware import check_card  # ``torch-fp8 --help`` needs no operators
+
     key = str(name).lower()
     if key in _WITHOUT_FP8:
-        _check_card(str(name), _WITHOUT_FP8[key], "tensorwise")
+        check_card(str(name), _WITHOUT_FP8[key], recipe)
     check_choice("card", key, CARDS)
+    check_card(key, CARDS[key].capability, recipe)
     return CARDS[key]
 
 
@@ -113,7 +109,9 @@ class Setup:
         options = locals()
         check_arguments(Setup.__init__, options, "plan")
         config = read_config(model)
-        chosen = card_named(card)
+        check_choice("recipe", recipe, ("auto", *RECIPES))
+        planned = _AUTO if recipe == "auto" else recipe
+        chosen = card_for(card, planned)
         for name in (*_DEGREES, "gpus", "micro_batch", "accumulate", "rank", "sequence"):
             if options[name] is not None and not 1 <= options[name] < 2**31:
                 raise ValueError(f"{name} must be at least 1 and below 2**31, got {options[name]}")
@@ -139,9 +137,6 @@ class Setup:
                 f"pipeline={pipeline} has more stages than the model has layers, "
                 f"{text.num_hidden_layers}"
             )
-        check_choice("recipe", recipe, ("auto", *RECIPES))
-        planned = _AUTO if recipe == "auto" else recipe
-        _check_card(chosen.name, chosen.capability, planned)
         if method == "rlhf":
             raise ValueError(
                 "method='rlhf' is no longer planned: plan each trained model, and add a byte for "
@@ -172,11 +167,6 @@ class Setup:
     def layers(self) -> Layers:
         """The layers of the model."""
         return Layers(self.config)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients persist between micro-batches, or in DDP's buckets."""
-        return self.accumulate > 1 or self.pipeline > 1 or (self.data > 1 and self.fsdp == 1)
 
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""

@@ -213,7 +213,7 @@ def test_a_gradient_that_is_differentiated_comes_with_that_of_the_bias():
 
 
 def test_a_transform_is_said_once():
-    torch_fp8.autograd.current_pass._warn_of_transforms.cache_clear()
+    torch_fp8.autograd.current_pass.warn_once.cache_clear()
     _, converted = stock_and_converted("linear")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -251,7 +251,7 @@ def test_a_frozen_part_in_front_leaves_its_weights_out():
 
 
 def test_autocast_turned_off_in_a_region_is_told_once_with_a_way_to_float32():
-    current_pass._warn_of_fp8.cache_clear()
+    current_pass.warn_once.cache_clear()
     layer, x = nn.Linear(64, 64), torch.randn(4, 64)
     stock = copy.deepcopy(layer)
     torch_fp8.convert_to_float8(layer)

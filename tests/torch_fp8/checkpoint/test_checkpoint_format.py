@@ -132,7 +132,7 @@ BROKEN = {
     "NaN": (_with(KEY, lambda s: s * float("nan")), rf"'{KEY}' holds an Inf or NaN"),
     "zero": (_with(KEY, lambda s: s * 0), rf"'{KEY}' holds a scale of zero or below"),
     "negative": (_with(KEY, lambda s: -s), rf"'{KEY}' holds a scale of zero or below"),
-    "integer": (_with(KEY, lambda s: s.int()), rf"'{KEY}' has dtype I32"),
+    "integer": (_with(KEY, lambda s: s.int()), rf"'{KEY}' has dtype torch.int32"),
     "no weight": (_without("up_proj.weight"), rf"'{KEY}' has no E4M3 weight beside it"),
     "BF16 weight": (
         _with("up_proj.weight", lambda w: w.bfloat16()),
@@ -165,9 +165,9 @@ OTHERS = {
     "NF4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     "NF4, unnamed": ({"load_in_4bit": True}, "bitsandbytes"),
     "bitsandbytes_8bit": ({"quant_method": "bitsandbytes_8bit"}, "bitsandbytes_8bit|bitsandbytes"),
-    "AWQ": ({"quant_method": "awq", "bits": 4}, "by AWQ"),
-    "GPTQ": ({"quant_method": "gptq", "bits": 4}, "by GPTQ"),
-    "MXFP4": ({"quant_method": "mxfp4"}, "by MXFP4"),
+    "AWQ": ({"quant_method": "awq", "bits": 4}, "by awq"),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4}, "by gptq"),
+    "MXFP4": ({"quant_method": "mxfp4"}, "by mxfp4"),
     "torchao": ({"quant_method": "torchao", "quant_type": {}}, "by torchao"),
     "unknown": ({"quant_method": "quip"}, "by quip"),
     "INT4 packed": (

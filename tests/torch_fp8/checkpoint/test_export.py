@@ -3,6 +3,7 @@ import math
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
-from tests.internals import linear_function, pause, safetensors_files
+from tests.internals import linear_function, pause
 from tests.internals import whole_folder_module as whole_folder
 from torch_fp8 import FP8Config, convert_to_float8, export
 
@@ -216,7 +217,7 @@ REFUSED = [
         for value in (math.nan, math.inf)
     ),
     ("delayed", None, "'model.layers.0.self_attn.q_proj' has recorded no amax"),
-    ("blockwise", _add_phases, "'model.phases' is torch.complex64, which safetensors"),
+    ("blockwise", _add_phases, "'model.phases' is torch.complex64, and engines"),
     ("blockwise", lambda model: model.to("meta"), "'model.embed_tokens.weight' has no values in"),
 ]
 
@@ -245,7 +246,7 @@ def test_a_config_that_cannot_be_saved_is_found_before_a_weight_is_cast(tmp_path
     model = _trained("blockwise", steps=0)
     model.generation_config.temperature = 0.5  # and nothing is sampled
     cast = []
-    monkeypatch.setattr(safetensors_files, "_write_bytes", lambda *_: cast.append(1))
+    monkeypatch.setattr(safetensors.torch, "save_file", lambda *_, **__: cast.append(1))
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         export(model, tmp_path / "out")
     assert cast == []
@@ -266,15 +267,15 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
     model = _trained("blockwise", steps=0)
     written = []
 
-    def interrupted(file, value):
-        written.append(value)
-        if len(written) == 9:
+    def interrupted(tensors, file, metadata):
+        written.append(file.write_bytes(b"a part"))
+        if len(written) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors_files, "_write_bytes", interrupted)
+    monkeypatch.setattr(safetensors.torch, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        export(model, tmp_path / "out")
-    assert len(written) == 9
+        export(model, tmp_path / "out", max_shard_size="100KB")
+    assert len(written) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -300,15 +301,15 @@ def _bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def test_tensors_are_made_one_after_the_other(tmp_path):
-    """Beside the model there is never more than what one layer takes while it is cast."""
+def test_tensors_are_made_file_by_file(tmp_path):
+    """Beside the model there is never more than a file, and what one layer takes to be cast."""
     model = _trained("blockwise", steps=0, num_hidden_layers=8, intermediate_size=512)
     largest = max(p.numel() for p in model.parameters())
     total = sum(p.numel() for p in model.parameters())
     held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     with LiveStorages() as live:
         live._known |= held
-        export(model, tmp_path / "out")
+        export(model, tmp_path / "out", max_shard_size=largest)
     assert live.peak < 20 * largest < total
 
 

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.internals import _warn_of_halves_in_program
+from tests.internals import warn_once
 from tests.torch_fp8.converted_models import KINDS, SIZE, stock_and_converted
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert, rollout
 
@@ -176,7 +176,7 @@ def test_a_program_with_weights_in_two_halves_says_how_to_save_it(tool):
         "trace": lambda m: torch.jit.trace(m, (_x(),), check_trace=False),
         "export": lambda m: torch.export.export(m, (_x(),)),
     }
-    _warn_of_halves_in_program.cache_clear()
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"torch_fp8.revert\(stock\)"):
         tools[tool](model)
     stock = copy.deepcopy(model)

@@ -108,7 +108,7 @@ def test_a_second_conversion_decides_on_emulation_anew_for_graphs_too(monkeypatc
         convert_to_float8(model, config)
         fp8 = model.layers[0]["up"].fp8
         assert fp8.emulate is not native
-        assert of_text(fp8.casts) == (fp8.recipe, False, not native)
+        assert of_text(fp8.casts)[:3] == (fp8.recipe, False, not native)
 
 
 def test_an_old_card_is_refused_before_anything_changes(monkeypatch):

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from accelerate_fp8 import record_routing, routing_replay
 from tests.comm_counter import count_communication
 from tests.internals import (
     Float8Experts,
@@ -510,37 +509,3 @@ def _monitored(**options):
     monitor.close()
     assert not monitor._events.has_failed
     return {name: value for name, value in logged.items() if "experts" in name}
-
-
-@on_ranks(2)
-def test_sharded_experts_take_replayed_choices():
-    for options in ({}, {"ep_size": RANKS}):
-        _replay(fsdp_size=RANKS, **options)
-
-
-def _replay(**options):
-    from transformers.distributed import DistributedConfig
-
-    config = FP8Config(recipe="rowwise")
-    model = _loaded(_saved(), distributed_config=DistributedConfig(**options))
-    convert_to_float8(model, config)
-    connect_fsdp(model, config)
-    ids = _batch().chunk(RANKS)[RANK]
-
-    def loss():
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(input_ids=ids, labels=ids).loss
-
-    with record_routing(model) as record:
-        want = loss()
-    indices = record.indices(len(ids))
-    with routing_replay(model, indices) as same:
-        got = loss()
-        got.backward()
-    router = model.model.layers[0].mlp.gate
-    assert full(router.weight.grad).abs().sum() > 0
-    with routing_replay(model, (indices + 1) % E) as other:
-        changed = loss()
-    assert got == want != changed
-    assert same.share() == 0
-    assert other.share() > 0

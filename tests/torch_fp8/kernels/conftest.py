@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from tests import kernel_code
 from tests.cubin import usage
+from tests.internals import QuickKernel
 from tests.unwritten_registers import unwritten_registers
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
@@ -99,6 +100,8 @@ class _Recorder:
             names = self.kernel.arg_names
             signature, divisible = {}, []
             options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
+            if type(self.kernel) is QuickKernel:
+                options.setdefault("enable_fp_fusion", True)
             assert "enable_fp_fusion" in options, "Triton 3.10 has another default than 3.9"
             for name, value in zip(names, args, strict=False):
                 if isinstance(value, torch.Tensor):

@@ -7,7 +7,7 @@ from tests.internals import GateBackwardInputs
 from tests.internals import kernels_expert_gate as expert_gate
 from tests.internals import kernels_moe_rows as moe_rows
 from tests.kernel_cases.experts import FORMS
-from torch_fp8.ops.fused_quantize import save_input
+from torch_fp8.ops.quantize import save_input
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 EXPERTS, TOKENS = 8, 1024

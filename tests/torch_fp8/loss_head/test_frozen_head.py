@@ -1,6 +1,7 @@
 """``loss_head="auto"``: which layers run in FP8, when that is decided, and what changes it."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.internals import Float8FrozenWeight, OutputLayer
+from tests.internals import Float8FrozenWeight, OutputLayer, logit_losses
 from tests.torch_fp8.loss_head.logits_cases import (
     LanguageModel,
     Largest,
@@ -132,19 +133,29 @@ def test_trained_fp8_layers_are_no_layers_that_a_program_bypasses():
         optimizer.step()
 
 
-def test_the_monitor_measures_the_operands_of_the_layer():
-    model, logged = _model(), {}
-    config = FP8Config("tensorwise", opt_level="O1", monitor=2)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_the_monitor_measures_operands_of_a_few_tokens_and_changes_no_gradient(frozen, monkeypatch):
+    monkeypatch.setattr(logit_losses, "_OBSERVED", 8)
+    model, logged = _model(frozen), {}
+    stock = copy.deepcopy(model)
+    config = FP8Config("tensorwise", opt_level="O1", monitor=2, loss_head="fp8")
+    convert_to_float8(stock, dataclasses.replace(config, monitor=0))
     convert_to_float8(model, config)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     Monitor(model, [optimizer], config, log=lambda values, _: logged.update(values))
-    fused = []
+    others = torch.optim.SGD([p for p in stock.parameters() if p.requires_grad])
     for _ in range(4):
-        fused.append(is_fused(_step(model)[1], SHAPE))
+        loss, numel = _step(model)
+        assert torch.equal(loss, _step(stock)[0])
+        assert is_fused(numel, SHAPE)
+        for got, want in zip(model.parameters(), stock.parameters(), strict=True):
+            assert (got.grad is None) == (want.grad is None)
+            assert got.grad is None or torch.equal(got.grad, want.grad)
         optimizer.step()
+        others.step()
     for operand in ("input", "weight", "grad_output"):
         assert logged[f"fp8/lm_head/{operand}/sqnr"] > 15
-    assert fused == [True, False, True, False]
+    assert torch.isfinite(torch.tensor(list(logged.values()))).all()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

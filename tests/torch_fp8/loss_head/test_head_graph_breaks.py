@@ -202,7 +202,7 @@ def test_logits_of_a_graph_are_plain_for_the_next_graph():
 
 def _llama(config, checkpoints=False):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("llama", vocab_size=V, **sizes, **heads)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.internals import expected_memory, payload_cast
+from tests.internals import expected_memory, halves_module
 from tests.internals import grouped_linear_function as grouped
 from tests.moe_experts import LAYOUTS, E, batch, experts
 from tests.steps import adamw
@@ -42,13 +42,13 @@ def _trained(layout, **options):
 
 @pytest.fixture
 def casts(monkeypatch):
-    flips, stock = [], payload_cast.quantize_stacked
+    flips, stock = [], halves_module.quantize_stacked
 
     def quantize_stacked(values, spec):
         flips.append(not values.is_contiguous())
         return stock(values, spec)
 
-    for module in (grouped, payload_cast):
+    for module in (grouped, halves_module):
         monkeypatch.setattr(module, "quantize_stacked", quantize_stacked)
     return flips
 

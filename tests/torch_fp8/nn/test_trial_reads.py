@@ -286,7 +286,7 @@ def test_trials_do_not_depend_on_the_gradient_mode(mode):
 def test_a_limit_of_any_size_is_part_of_the_gate():
     module = experts("gpt-oss")
     module.limit = 100.0
-    assert find_gate(module).form.limit == 100.0
+    assert find_gate(module).spec.limit == 100.0
     plain = experts()
     plain._apply_gate = lambda rows: (
         F.silu(rows.chunk(2, -1)[0]).clamp(max=50) * rows.chunk(2, -1)[1]

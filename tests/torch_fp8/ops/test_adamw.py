@@ -248,7 +248,7 @@ class _Allocations(TorchDispatchMode):
 
 
 @EVERY_LENGTH
-@pytest.mark.parametrize("shape", [(256, 512), (2, 1 << 16), (512, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (32, 4096), (512, 20)], ids=str)
 @pytest.mark.parametrize("step_of", [adamw_step_reference, update_rms_reference])
 def test_no_temporary_has_a_tensors_size(monkeypatch, bits, shape, step_of):
     """The largest is of 8 bytes for each element of a part; short rows are padded to groups."""

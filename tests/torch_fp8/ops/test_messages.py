@@ -105,20 +105,6 @@ def test_combining_is_summing_and_packing(keys):
     assert torch.equal(layout.plain(got), layout.plain(want))
 
 
-def test_parts_of_long_messages_are_as_the_whole(monkeypatch):
-    x = _values(2, 640)
-    made = []
-    for size in (1 << 15, 3):
-        monkeypatch.setattr(wire, "_PART_GROUPS", size)
-        messages = pack(x, keys=KEYS)
-        combined = wire.reduce_and_repack(messages, Layout(20), 0.5, keys=KEYS)
-        total = torch.empty(640)
-        wire.unpack_sum(messages, Layout(20), total, None, 0.5)
-        values = unpack(messages, Layout(20), torch.float32)[0]
-        made.append([messages[:, :660], combined[:, :660], total, values])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-
-
 @pytest.mark.parametrize("combined", [False, True])
 def test_rounding_is_stochastic_with_keys(combined):
     """The mean of 400 is off by a twentieth of one's error; words are one for each value."""

@@ -1,12 +1,10 @@
 """RMSNorm and SwiGLU with their casts on the CPU: what the kernels' cases require of a device."""
 
 import pytest
-import torch
 
-from tests.internals import BackwardInputs, CastOptions, NormWithRstd
 from tests.kernel_cases import producers
 from tests.kernel_cases.casts import GRANULARITIES
-from tests.kernel_cases.producers import BF16, E4M3, OPS
+from tests.kernel_cases.producers import OPS
 
 SHAPES = ((37, 300), (1, 1), (129, 127), (130, 256), (0, 48), (48, 0))
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -45,26 +43,3 @@ def test_casts_of_one_gradient_of_gate_and_up(shape, gate_first):
 @EACH_SHAPE
 def test_casts_of_smoothed_channels(shape, kind):
     producers.check_smoothing(OPS, "cpu", shape, kind)
-
-
-X = torch.ones(4, 16)
-INPUTS = BackwardInputs(X, X, None, X, None, BF16)
-NORM = NormWithRstd(X, X[0], X[:, 0], 0.0, BF16)
-CASTS = {
-    "norm": lambda cast: OPS.rms_norm.rms_norm_quantize(NORM, cast),
-    "SwiGLU": lambda cast: OPS.swiglu.swiglu_quantize(X, X, None, cast, True),
-    "two gradients": lambda cast: OPS.swiglu_backward.swiglu_backward_quantize(INPUTS, cast),
-    "one gradient": lambda cast: OPS.swiglu_backward.gate_up_backward_quantize(INPUTS, True, cast),
-}
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_scales_that_are_not_known_or_are_made_from_the_tensor_are_refused(name):
-    cast = CastOptions(E4M3, "tensorwise", True, True, True)
-    if name != "SwiGLU":  # which finds the amax
-        with pytest.raises(ValueError, match="takes amax or scale"):
-            CASTS[name](cast)
-    amax = torch.ones(2) if name == "two gradients" else torch.ones(())
-    for known in ({"amax": amax}, {"scale": torch.ones(())}):
-        with pytest.raises(ValueError, match="made from the tensor"):
-            CASTS[name](cast._replace(granularity="rowwise", **known))

@@ -58,7 +58,7 @@ def test_weights_of_fp8_layers_alone_have_8_bit_gradients():
     eight = {name for name, grad in grads.items() if type(grad) is Float8Grad}
     assert eight == {"0.weight", "2.weight", "3.weight"}
     assert all(grad.dtype == torch.float32 for grad in grads.values())  # as the weights
-    bytes_held = sum(part.nbytes for part in grads["0.weight"].parts())
+    bytes_held = sum(part.nbytes for part in grads["0.weight"].codes)
     assert bytes_held == 128 * 96 + 128 * 3 + 4
     optimizer.step()
     optimizer.zero_grad()

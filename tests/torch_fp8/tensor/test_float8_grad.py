@@ -282,7 +282,7 @@ def test_one_rounding_tells_nothing_of_the_next():
     ups.append(grad.float() > x)
     for _ in range(4):
         grad.qdata.zero_()
-        grad.accumulate(x)
+        grad.add_(x)
         ups.append(grad.float() > x)
     ups = torch.stack(ups).float()[:, x == 1.03]
     # 1.03 lies at 0.48 between two codes.

@@ -12,12 +12,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.internals import (
+    HalfWeight,
     Halves,
     SplitShard,
     SplitWeight,
     half,
+    hide_weights,
     join_parameter,
-    multiply_half,
     split_parameter,
     stored,
     stored_grad,
@@ -357,7 +358,7 @@ def test_what_a_hook_returns_becomes_the_gradient(change):
     layer, x = nn.Linear(SIZE, SIZE, bias=False), torch.randn(4, SIZE)
     weight = split_parameter(layer.weight)
     weight.register_hook(change)
-    multiply_half(layer)
+    hide_weights(layer, HalfWeight())
     with torch.autocast("cpu", torch.bfloat16):
         layer(x).float().sum().backward()
     expected = x.bfloat16().float().sum(0).expand(SIZE, SIZE).bfloat16() * 2

@@ -4,7 +4,7 @@ import re
 import pytest
 from transformers import AutoConfig
 
-from tests.internals import FollowedStep, KernelFunctions, kernel_functions, make_setup, step_bytes
+from tests.internals import FollowedStep, kernel_functions, make_setup, step_bytes
 from tests.internals import plan_steps as steps
 from torch_fp8 import plan
 
@@ -83,10 +83,12 @@ def test_functions_with_kernels_are_followed_once(kind, more, options, level, mo
         created(*arguments)
 
     monkeypatch.setattr(FollowedStep, "created", counted)
-    monkeypatch.setattr(KernelFunctions, "_known", {})
+    known = {}
+    monkeypatch.setattr(kernel_functions, "_known", known)
     for fewest in (10**9, 100, 100):
         monkeypatch.setattr(kernel_functions, "FEWEST_OPERATORS", fewest)
-        KernelFunctions._known = {key: v for key, v in KernelFunctions._known.items() if v}
+        for key in [key for key, bytes_of_call in known.items() if bytes_of_call is None]:
+            del known[key]
         operators.append(0)
         setup = make_setup(config_of(kind, **more), sequence=130, **options)
         steps_bytes.append(step_bytes(setup, level))

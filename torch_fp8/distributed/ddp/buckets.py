@@ -163,6 +163,7 @@ class GradientBucket:
         group: the process group.
     Attributes:
         nbytes: the bytes of the messages that this rank sends.
+        work: the collective in flight.
     """
 
     def __init__(self, slots: Mapping[Tensor, GradientSlot], group: Any) -> None:
@@ -189,23 +190,23 @@ class GradientBucket:
         self.nbytes = self._sent.nbytes
         self._gathered = False
         self._received = torch.empty_like(self._sent)
-        self._work = all_to_all(self._received, self._sent, group, async_op=True)
+        self.work = all_to_all(self._received, self._sent, group, async_op=True)
 
     def gather(self) -> None:
         """Average the part that this rank owns and send it to all; repeated calls do nothing."""
         if self._gathered:
             return
         self._gathered = True
-        self._work.wait()
+        self.work.wait()
         scale = 1 / self._world_size
         combined = messages.reduce_and_repack(self._received, self._layout, scale, keys=self._keys)
         self._sent, self._received = combined, self._sent
         # (1, B) of each -> (N, B)
-        self._work = all_gather(self._received, combined, self._group, async_op=True)
+        self.work = all_gather(self._received, combined, self._group, async_op=True)
 
     def finish(self) -> None:
         """Store the average in ``p.grad``, in place if it exists, or None if no rank has one."""
-        self._work.wait()
+        self.work.wait()
         codes = self._layout.codes(self._received)  # (ranks, 32 G)
         scales = self._layout.scales(self._received)  # (ranks, G)
         flags = self._layout.plain(self._received)
@@ -221,8 +222,7 @@ class GradientBucket:
                 if not bool(flags.reshape(-1)[i]):
                     continue
                 parameter.grad = self._empty_gradient(parameter)
-            grad = stored_grad(parameter)
-            assert isinstance(grad, Float8Grad)
+            grad: Any = stored_grad(parameter)
             _take(codes, values, grad.qdata, GROUP_SIZE)
             _take(scales, groups, grad.scale, 1)
             grad.multiplier.fill_(1.0)
@@ -230,16 +230,11 @@ class GradientBucket:
             if not self._slots[parameter].quantize:
                 parameter.grad = grad.dequantize(gradient_dtype(parameter))
 
-    def wait(self) -> None:
-        """Wait for the collective in flight without decoding its result."""
-        self._work.wait()
-
     def _parts(self, parameter: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return the flat codes and scales of a gradient, zeros if there is none."""
-        grad = stored_grad(parameter)
+        grad: Any = stored_grad(parameter)
         if grad is None:
             return self._sent.new_zeros(numel), self._sent.new_zeros(numel // GROUP_SIZE)
-        assert isinstance(grad, Float8Grad)
         # (R, K) -> (R, K rounded up) -> flat; (R, groups) -> flat
         codes = F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE))
         return codes.view(-1), grad.scale.view(-1)
@@ -251,11 +246,9 @@ class GradientBucket:
 
     def _empty_gradient(self, parameter: Tensor) -> Float8Grad:
         rows, cols = matrix_shape(parameter.shape)
-        parts = GradientParts(
-            torch.empty((rows, cols), dtype=torch.uint8, device=parameter.device),
-            torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=parameter.device),
-            torch.ones((), device=parameter.device, dtype=torch.float32),
-        )
+        codes, scales = (self._sent.new_empty((rows, n)) for n in (cols, num_groups(cols)))
+        one = torch.ones((), device=parameter.device, dtype=torch.float32)
+        parts = GradientParts(codes, scales, one)
         return Float8Grad(parts, parameter.shape, parameter.dtype, self._rounding(parameter))
 
 

@@ -27,45 +27,39 @@ from torch_fp8.tensor.halves import VERSIONS
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
+@dataclass
 class Join(JoinHook):
     """The hook of a rank that has joined: DDP's part, and ours."""
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        of_ddp: JoinHook,
-        reducer: Float8GradReducer | None,
-        optimizers: list[ConvertedOptimizer],
-    ) -> None:
-        self._ddp, self._of_ddp = ddp, of_ddp
-        self._reducer, self._optimizers = reducer, optimizers
+    ddp: DistributedDataParallel
+    of_ddp: JoinHook
+    reducer: Float8GradReducer | None
+    optimizers: list[ConvertedOptimizer]
 
     def main_hook(self) -> None:
         """Take part in one step of the other ranks."""
-        reducer = self._reducer
-        if reducer is not None:
-            reducer.joined = True
+        reducer = self.reducer
+        if reducer is None:
+            self.of_ddp.main_hook()
+            return
+        reducer.joined = True
         try:
-            self._of_ddp.main_hook()
+            self.of_ddp.main_hook()
         finally:
-            if reducer is not None:
-                reducer.joined = False
+            reducer.joined = False
         # This flag of DDP says whether the other ranks average in this step, or accumulate.
-        if reducer is not None and not reducer.leads and self._ddp.require_forward_param_sync:
+        if not reducer.leads and self.ddp.require_forward_param_sync:
             reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take part in the final broadcast, after all ranks have joined."""
-        self._of_ddp.post_hook(is_last_joiner)
-        reduced = frozenset() if self._reducer is None else self._reducer.parameters
-        group, module = self._ddp.process_group, self._ddp.module
-        last = torch.tensor(
-            dist.get_rank(group) if is_last_joiner else -1,
-            dtype=torch.int64,
-            device=self._ddp.join_device,
-        )
+        self.of_ddp.post_hook(is_last_joiner)
+        reduced = frozenset() if self.reducer is None else self.reducer.parameters
+        group, module = self.ddp.process_group, self.ddp.module
+        rank = dist.get_rank(group) if is_last_joiner else -1
+        last = torch.tensor(rank, dtype=torch.int64, device=self.ddp.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
-        broadcast_state(module, self._optimizers, reduced, group, int(last))
+        broadcast_state(module, self.optimizers, reduced, group, int(last))
 
 
 @torch.no_grad()
@@ -155,16 +149,10 @@ class DDPReport:
         return f"{text}their dtype: {self.reason}"
 
 
-def users_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of the user's communication hook (Python or built in), or None."""
-    name = ddp._get_ddp_logging_data().get("comm_hook")
-    return None if name in (None, "", average_bucket.__qualname__) else str(name)
-
-
 def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
     """Return why our hook must not be registered, as far as is known now."""
-    name = users_hook(ddp)
-    if name is not None:
+    name = ddp._get_ddp_logging_data().get("comm_hook")
+    if name not in (None, "", average_bucket.__qualname__):  # the user's, Python or built in
         return f"the communication hook {name} is registered"
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         return "torch.compile exchanges them itself (optimize_ddp='python_reducer')"
@@ -229,8 +217,7 @@ class DDPConnection:
 
     def join(self, **kwargs: Any) -> JoinHook:
         """Return the hook of a rank that may run out of inputs, also before its first forward."""
-        ddp = self._ddp()
-        assert ddp is not None
+        ddp: Any = self._ddp()
         self.register_hook(ddp)
         of_ddp: JoinHook = type(ddp).join_hook(ddp, **kwargs)
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]

@@ -64,6 +64,11 @@ class Float8GradReducer:
         joined: whether this rank has run out of inputs and only joins the others' collectives.
     """
 
+    leads = joined = False
+    _learned = _active = _is_nested = _without_output_hooks = False
+    _task = -1
+    _release: Callable[[], None] | None = None
+
     def __init__(
         self,
         slots: Mapping[Tensor, GradientSlot],
@@ -76,14 +81,6 @@ class Float8GradReducer:
         self.rank = dist.get_rank(group)
         self._stream = CommunicationStream()
         self._overlaps = self._order[0].is_cuda
-        self._learned = False
-        self._active = False
-        self.leads = False
-        self.joined = False
-        self._task = -1
-        self._is_nested = False
-        self._release: Callable[[], None] | None = None
-        self._without_output_hooks = False
         self._start()
 
     def _start(self) -> None:
@@ -96,7 +93,7 @@ class Float8GradReducer:
         """Prepare for the backward of `output`; `synchronize`: whether it averages."""
         if self._active:  # left over if the last backward raised
             for sent in self._in_flight:
-                sent.wait()
+                sent.work.wait()
             self._active = False
         tensors = [t for t in _tensors(output) if t.requires_grad]
         self._without_output_hooks = synchronize and not tensors
@@ -159,8 +156,7 @@ class Float8GradReducer:
             self._release = None
             self._task = torch._C._current_graph_task_id()
             # Callbacks run in order, and DDP has queued its own by the time `_follow` runs.
-            then = self._finish if self.leads else self._follow
-            Variable._execution_engine.queue_callback(then)
+            Variable._execution_engine.queue_callback(self._finish if self.leads else self._follow)
 
     def _follow(self) -> None:
         Variable._execution_engine.queue_callback(self._finish)
@@ -246,14 +242,14 @@ class _PlainGradient:
             buffer = grad.to(dtype).contiguous()
         self._buffer = buffer.div_(dist.get_world_size(group))
         self.nbytes = buffer.nbytes
-        self._work = dist.all_reduce(buffer, group=group, async_op=True)
+        self.work = dist.all_reduce(buffer, group=group, async_op=True)
 
     def gather(self) -> None:
         """Do nothing, because one all-reduce is enough."""
 
     def finish(self) -> None:
         """Store the average in ``p.grad``, or None if no rank had a gradient."""
-        self._work.wait()
+        self.work.wait()
         parameter, average = self._parameter, self._buffer
         if self._missing and bool((average.signbit() & (average == 0)).all()):
             return
@@ -264,10 +260,6 @@ class _PlainGradient:
         parameter.grad = average
         if self._slot.quantize:
             self._slot.to_float8(parameter, exchanged=True)
-
-    def wait(self) -> None:
-        """Wait for the all-reduce without using its result."""
-        self._work.wait()
 
 
 def _buckets(order: list[Tensor], numel: int) -> list[list[Tensor]]:

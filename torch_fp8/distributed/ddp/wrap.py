@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8.config import FP8Config
+from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.distributed.ddp.connection import (
     DDPConnection,
@@ -80,7 +80,9 @@ def ddp_options(
             "has averaged them; set gradient_release=False, or run on one device"
         )
     asked = [name for name in _PLAIN if settings.get(name)]
-    eight_bit = [(o, _eight_bit(o, module)) for o in ours]
+    own = set(module.parameters())
+    stepped = [own.intersection(p for _, _, p in o.indexed_parameters()) for o in ours]
+    eight_bit = [(o, o.fp8_gradients & weights) for o, weights in zip(ours, stepped, strict=True)]
     if asked and any(weights for _, weights in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
         warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
@@ -89,7 +91,15 @@ def ddp_options(
     beside: set[Tensor] = set()
     if ours and not asked:
         exchanges = _chosen(module, _config_of(ours), _process_group(settings), agree=True)
-        beside = _averaged_beside(ours, exchanges["average"])
+        # DDP's buckets have the dtype that a weight reads as, so it gets neither the weights with
+        # 8-bit gradients nor split weights whose gradients travel in FP8.
+        beside = {
+            p
+            for o in ours
+            for _, _, p in o.indexed_parameters()
+            if o.has_fp8_gradient(p)
+            or (isinstance(p, SplitWeight) and p.requires_grad and exchanges["average"])
+        }
     trained = [p for p in module.parameters() if p.requires_grad]
     if trained and beside.issuperset(trained):  # DDP refuses to ignore all parameters
         smallest = min(trained, key=Tensor.numel)
@@ -151,7 +161,11 @@ def connect_ddp(
     for parameter in names:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
-    layers = {f"'{name}'": f"in FP8 ({recipe})" for name, recipe in _recipes(ddp.module)}
+    layers = {
+        f"'{name}'": f"in FP8 ({layer.fp8.recipe.name})"
+        for name, layer in ddp.module.named_modules()
+        if isinstance(layer, FrozenStorage)
+    }
     check_same_config(config, ddp.process_group, layers, absent="in high precision")
     reason = reason or reason_without_hook(ddp)
     exchanges = _chosen(ddp.module, config, None if reason else ddp.process_group)
@@ -163,12 +177,12 @@ def connect_ddp(
             DDPConnection(ddp, exchanges, reducer, averages, optimizers).connect(ddp)
     else:
         connection.train_with(optimizers)
-    if not exchanges["average"]:
-        reason = exchanges.note("average") or "communication='off'"
-    slots = [slot for p in ddp.module.parameters() if (slot := slot_of(p)) is not None]
-    averaged = [slot for slot in slots if slot.exchange is not None]
     note = exchanges.note("average")
-    return DDPReport(num_ranks, reason, len(averaged), exchanges["average"], note)
+    if not exchanges["average"]:
+        reason = note or "communication='off'"
+    slots = [slot for p in ddp.module.parameters() if (slot := slot_of(p)) is not None]
+    num_averaged = sum(slot.exchange is not None for slot in slots)
+    return DDPReport(num_ranks, reason, num_averaged, exchanges["average"], note)
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
@@ -180,17 +194,9 @@ def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = Fals
     return choose_exchanges(module, config, groups, device)
 
 
-def _recipes(module: nn.Module) -> list[tuple[str, str]]:
-    """Return (qualified name, name of the recipe) of each FP8 layer and module of experts."""
-    named = module.named_modules()
-    return [(name, m.fp8.recipe.name) for name, m in named if isinstance(m, FrozenStorage)]
-
-
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
-    for optimizer in optimizers:
-        if isinstance(optimizer, ConvertedOptimizer):
-            return optimizer.fp8_config
-    return FP8Config.from_env() or FP8Config()
+    ours = (o.fp8_config for o in optimizers if isinstance(o, ConvertedOptimizer))
+    return config_or_default(next(ours, None))
 
 
 def _connect_reducer(
@@ -218,12 +224,6 @@ def _connect_reducer(
     return reducer
 
 
-def _eight_bit(optimizer: ConvertedOptimizer, module: nn.Module) -> set[Tensor]:
-    """Return the module's parameters that the optimizer steps and that have 8-bit gradients."""
-    stepped = {p for _, _, p in optimizer.indexed_parameters()}
-    return optimizer.fp8_gradients & stepped & set(module.parameters())
-
-
 def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str | None) -> None:
     layers = [(ref, ref()) for ref in optimizer.fp8_layers]
     optimizer.fp8_layers = tuple(
@@ -232,23 +232,6 @@ def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str
     if not optimizer.fp8_layers:
         optimizer.fp8_why_bf16_gradients = reason
     attach_slots(optimizer)
-
-
-def _averaged_beside(optimizers: list[ConvertedOptimizer], in_8_bits: bool) -> set[Tensor]:
-    """Return the weights to exclude from DDP, whose buckets have the dtype that a weight reads as.
-
-    These are weights with 8-bit gradients, and split weights whose gradients travel in FP8.
-
-    Args:
-        optimizers: the optimizers that train the model.
-        in_8_bits: whether gradients travel in FP8.
-    """
-    return {
-        p
-        for o in optimizers
-        for _, _, p in o.indexed_parameters()
-        if o.has_fp8_gradient(p) or (isinstance(p, SplitWeight) and p.requires_grad and in_8_bits)
-    }
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.distributed.fsdp.split_weights import renew_unsharded
 from torch_fp8.distributed.fsdp.unsharded_weight import (
@@ -55,6 +54,10 @@ class WeightGather:
         made: the event in the stream that computed it, or None on the CPU.
     """
 
+    announced = _made_for_this_gather = False
+    made: Any = None
+    _scale: Tensor | None = None
+
     def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Layer) -> None:
         self.fsdp_param, self.module = fsdp_param, module
         self._param_group = param_group
@@ -63,10 +66,6 @@ class WeightGather:
         self.spec = module.fp8.recipe.weight
         self.siblings: list[WeightGather] = [self]
         self.exchanges = Exchanges()
-        self.announced = False
-        self._made_for_this_gather = False
-        self.made: Any = None
-        self._scale: Tensor | None = None
 
     @property
     def shard(self) -> Tensor:
@@ -118,8 +117,8 @@ class WeightGather:
 
     def _copied(self, memo: dict[int, Any]) -> Tensor:
         shard = self._asked
-        memo[id(shard)] = copied = shard.detach().clone().requires_grad_(shard.requires_grad)
-        return copied
+        copied = shard.detach().clone().requires_grad_(shard.requires_grad)
+        return memo.setdefault(id(shard), copied)
 
     @property
     def amax_shape(self) -> tuple[int, ...]:
@@ -152,19 +151,15 @@ class WeightGather:
 
     def set_amax(self, amax: Tensor, scale: Tensor) -> None:
         """Set the whole weight's amaxes (`amax_shape`) and the scales computed from them."""
-        self._scale = scale
-        if self.spec.granularity != "tensorwise":
-            return
-        self._scale = scale.view(())
+        self._scale = scale.view(()) if self.spec.granularity == "tensorwise" else scale
         if self.spec.delayed:
-            assert self.module.fp8.scaling is not None
-            source = self.module.fp8.scaling.sources(self.module)[WEIGHT]
+            scaling: Any = self.module.fp8.scaling
+            source = scaling.sources(self.module)[WEIGHT]
             source.record(amax)
             self._scale = self._scale if source.scale is None else source.scale
 
     def _first_row(self) -> int:
-        padded_rows: int = self.fsdp_param.padded_sharded_param_size[0]
-        return dist.get_rank(self.group) * padded_rows
+        return dist.get_rank(self.group) * self.fsdp_param.padded_sharded_param_size[0]
 
     def _own_rows(self) -> tuple[Tensor, int]:
         return self.shard, self._first_row()
@@ -189,12 +184,11 @@ class WeightGather:
         return tuple(inputs), self._scale
 
     def _cast(self, shard: Tensor) -> QuantizedTensor:
-        scale = self._scale
+        scale: Any = self._scale
         if self.spec.granularity == "tensorwise":
             return quantize(shard, self.spec, scale)
         if self.spec.granularity != "block_128x128" or shard.shape[0] % 128 == 0:
             return quantize(shard, self.spec)  # this rank has all elements that share a scale
-        assert scale is not None
         last_row = self.fsdp_param._orig_size[0] - 1
         rows = torch.arange(shard.shape[0], device=shard.device) + self._first_row()
         scale = scale[rows.clamp(max=last_row) // 128]  # (rows of the shard, K / 128)
@@ -217,8 +211,7 @@ class WeightGather:
         if out is None:
             payload = Payload(qdata, scale, self.spec, self._own_rows)
             return UnshardedFloat8Weight(payload, dtype), ()
-        weight = out._local_tensor if isinstance(out, DTensor) else out
-        assert isinstance(weight, UnshardedFloat8Weight)
+        weight: Any = local(out)
         weight.payload.qdata, weight.payload.scale = qdata, scale
         return None
 
@@ -241,20 +234,18 @@ def make_scales(gathers: Iterable[WeightGather]) -> None:
 def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     shapes = [gather.amax_shape for gather in gathers]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    origin = gathers[0].shard.device
-    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=origin)
+    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=gathers[0].shard.device)
     if all(gather.spec.granularity == "tensorwise" for gather in gathers):
         _write_amaxes([gather.shard for gather in gathers], amax)
     else:
         for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
             gather.write_amax(part.view(shape))
-    without_values = amax.is_meta  # a model whose values are loaded later
-    if not without_values:
+    if not amax.is_meta:  # as it is in a model whose values are loaded later
         amax = amax.to(gathers[0].device)
-    if amax.numel() and dist.get_world_size(group) > 1 and not without_values:
-        # A backend's maximum may drop a NaN, but keeps an Inf.
-        amax = torch.where(amax.isfinite(), amax, torch.inf)
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        if amax.numel() and dist.get_world_size(group) > 1:
+            # A backend's maximum may drop a NaN, but keeps an Inf.
+            amax = torch.where(amax.isfinite(), amax, torch.inf)
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     amaxes, specs = amax.split(sizes), [gather.spec for gather in gathers]
     if len(set(specs)) == 1:
         scales = scale_from_amax(amax, specs[0].format, specs[0].power_of_two).split(sizes)
@@ -293,9 +284,7 @@ def make_askable(tensor: Tensor, gather: WeightGather) -> None:
     def fsdp_pre_all_gather(
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        tensor = shard()
-        assert tensor is not None
-        return gather.pre(tensor)
+        return gather.pre(shard())
 
     def fsdp_post_all_gather(
         outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None

@@ -105,7 +105,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     every_group = fsdp_groups(model)
     num_frozen = connect_frozen(every_group)
     if config.communication == "off":
-        choose_exchanges(model, config, {}, torch.device("cpu"))
+        _chosen(model, config, [])
         return FSDPReport(skipped=(("model", "communication='off'"),), num_frozen=num_frozen)
     names = {module: name for name, module in model.named_modules()}
     for process_group, parts in _parts(model, names).items():
@@ -121,34 +121,26 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     every = [gather for of_group in gathers.values() for gather in of_group]
     for gather in every if exchanges["gather"] else ():
         gather.attach()
-    scatters = {g: _connect_scatter(g, names, skipped, exchanges) for g in gathers}
-    replicated = [
-        connect_replicas(group, group._reduce_scatter_comm.structures, exchanges)
-        for group, ours in scatters.items()
-        if ours
-    ]
+    scattered = [g for g in every_group if _connect_scatter(g, names, skipped, exchanges)]
+    replicated = list(filter(connect_replicas, scattered))
     return FSDPReport(
         len(every) * exchanges["gather"],
-        sum(scatters.values()) * exchanges["scatter"],
+        len(scattered) * exchanges["scatter"],
         tuple(skipped),
         num_frozen,
-        sum(replicated) * exchanges["replicas"],
+        len(replicated) * exchanges["replicas"],
         exchanges.note("gather", "scatter", "replicas"),
     )
 
 
 def _chosen(model: nn.Module, config: FP8Config, sharded: Iterable[Any]) -> Exchanges:
     """Return the choice for FSDP2's exchanges, made in the first parameters' groups."""
-    groups: dict[str, Any] = {}
-    device = torch.device("cpu")
-    for param_group in sharded:
-        info = param_group.mesh_info
-        if hasattr(info, "shard_process_group"):
-            device = param_group.device
-            groups = dict.fromkeys(("gather", "scatter"), info.shard_process_group)
-            groups["replicas"] = getattr(info, "replicate_process_group", None)
-            break
-    return choose_exchanges(model, config, groups, device)
+    first = next((g for g in sharded if hasattr(g.mesh_info, "shard_process_group")), None)
+    if first is None:
+        return choose_exchanges(model, config, {}, torch.device("cpu"))
+    groups = dict.fromkeys(("gather", "scatter"), first.mesh_info.shard_process_group)
+    groups["replicas"] = getattr(first.mesh_info, "replicate_process_group", None)
+    return choose_exchanges(model, config, groups, first.device)
 
 
 class ScalePrefetch:
@@ -201,9 +193,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
     for group in fsdp_groups(model):
         if not hasattr(group.mesh_info, "shard_process_group"):
             continue
-        process_groups = [group.mesh_info.shard_process_group]
-        if hasattr(group.mesh_info, "replicate_process_group"):
-            process_groups.append(group.mesh_info.replicate_process_group)
+        of_replicas = getattr(group.mesh_info, "replicate_process_group", None)
         place = names.get(group.modules[0], "") or "the root"
         for param in group.fsdp_params:
             info = param._module_info
@@ -213,9 +203,8 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
                 precision = f"in FP8 ({info.module.fp8.recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
-            for process_group in process_groups:
-                of_group = parts.setdefault(process_group, {})
-                of_group[f"'{name}'"] = f"{what}, {sharded}, {precision}"
+            for process_group in filter(None, (group.mesh_info.shard_process_group, of_replicas)):
+                parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
     return parts
 
 
@@ -230,7 +219,8 @@ def _gathers_of(
         info = param._module_info
         owners = [info.module, *info.shared_modules]
         are_experts = is_expert_weight(info.module, info.param_name)
-        of_layer = _is_weight(param) and any(isinstance(owner, Float8Layer) for owner in owners)
+        are_weights = {info.param_name, *info.shared_param_names} == {"weight"}
+        of_layer = are_weights and any(isinstance(owner, Float8Layer) for owner in owners)
         if not (are_experts or of_layer) or is_frozen(param):
             continue
         reason = _why_not_sharded(group, param)
@@ -264,11 +254,6 @@ def _connect_scatter(
         return False
     group._reduce_scatter_comm = Float8ReduceScatter(group, name, exchanges)
     return True
-
-
-def _is_weight(param: Any) -> bool:
-    names = [param._module_info.param_name, *param._module_info.shared_param_names]
-    return all(name == "weight" for name in names)
 
 
 def _why_not_sharded(group: Any, param: Any) -> str | None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import is_traced
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, in_backward
@@ -24,6 +23,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.grouped_linear_function import cast_stacked
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.tensor.base import wrapper
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_weight import stored
 
 
@@ -98,8 +98,7 @@ class ExpertGather(WeightGather):
         Both layouts send as many scales as the longer one has, so that both gathers fill the same
         memory.
         """
-        turns = in_backward() and self._was_read
-        flip = self.module.is_transposed != turns
+        flip = self.module.is_transposed != (in_backward() and self._was_read)
         payload = self._payload(shard, flip)
         experts, rows, cols = payload.qdata.shape
         scale = payload.scale.view(experts, -1)  # (E, rows of this layout)
@@ -140,9 +139,7 @@ class ExpertGather(WeightGather):
             payload = StackedPayload(qdata, scale, self.spec, flipped=flipped)
             self._unsharded = payload
             return UnshardedExperts(payload, dtype), ()
-        weight = out._local_tensor if isinstance(out, DTensor) else out
-        assert isinstance(weight, UnshardedExperts)
-        payload = self._unsharded = weight.payload
+        payload = self._unsharded = local(out).payload
         payload.qdata, payload.scale, payload.flipped = qdata, scale, flipped
         if flipped == self.module.is_transposed:  # a forward's layout
             payload.read = False

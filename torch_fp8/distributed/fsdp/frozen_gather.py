@@ -42,18 +42,10 @@ class FrozenGather(WeightGather):
         self._param_group.reshard()
         layer, shard = self.module, self.shard
         rows, dtype = shard.shape[0], shard.dtype
-        qdata, scale = self._quantized(shard.detach())
-        payload = FrozenPayload(
-            qdata.to(shard.device),
-            scale.to(shard.device),
-            self.spec,
-            f"{layer.fp8.name}.{self.fsdp_param._module_info.param_name}".lstrip("."),
-            dtype,
-            weakref.ref(layer),
-            self._place_in_block(rows),
-            self.rewrite,
-        )
-        frozen = Float8FrozenWeight(payload)
+        qdata, scale = (x.to(shard.device) for x in self._quantized(shard.detach()))
+        name = f"{layer.fp8.name}.{self.fsdp_param._module_info.param_name}".lstrip(".")
+        of_layer = name, dtype, weakref.ref(layer), self._place_in_block(rows), self.rewrite
+        frozen = Float8FrozenWeight(FrozenPayload(qdata, scale, self.spec, *of_layer))
         param = self.fsdp_param
         param.sharded_param._local_tensor = frozen
         param.sharded_param.requires_grad_(False)
@@ -74,8 +66,7 @@ class FrozenGather(WeightGather):
         Returns:
             The bytes, and the scales of these rows.
         """
-        scale = self._scale
-        assert scale is not None
+        scale: Any = self._scale
         if self.spec.granularity in BLOCK_SHAPE:
             first = self._first_row()
             scale = scale[first // 128 : -(-(first + rows.shape[0]) // 128)]
@@ -92,9 +83,7 @@ class FrozenGather(WeightGather):
         A write to a DTensor is such a call on all ranks. If no rank's values differ, no byte
         changes.
         """
-        frozen = self.shard
-        assert isinstance(frozen, Float8FrozenWeight)
-        payload = frozen.payload
+        payload: FrozenPayload = self.shard.payload
         differs = torch.tensor(
             [0.0 if payload.equals(values) else 1.0], device=self.device, dtype=torch.float32
         )
@@ -144,15 +133,14 @@ class FrozenGather(WeightGather):
         Raises:
             RuntimeError: ``requires_grad`` was set; a DTensor cannot announce that to its shard.
         """
-        held = self.shard
-        assert isinstance(held, Float8FrozenWeight)
+        payload: FrozenPayload = self.shard.payload
         if self.fsdp_param.sharded_param.requires_grad:
             raise RuntimeError(
-                f"'{held.payload.name}' is stored in FP8 only and sharded by FSDP2, and its "
-                "gradient was requested (requires_grad=True); thaw the model before fully_shard, "
-                "or convert it with FP8Config(frozen_weights='keep')"
+                f"'{payload.name}' is stored in FP8 only and sharded by FSDP2, and its gradient "
+                "was requested (requires_grad=True); thaw the model before fully_shard, or convert "
+                "it with FP8Config(frozen_weights='keep')"
             )
-        return held.payload
+        return payload
 
 
 class FrozenExpertGather(FrozenGather, ExpertGather):
@@ -161,15 +149,14 @@ class FrozenExpertGather(FrozenGather, ExpertGather):
     Each rank sends whole experts with their scales, and the transposes for backward.
     """
 
+    pre = ExpertGather.pre
+
     def _place_in_block(self, rows: int) -> int | None:
         return None
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         payload = quantize_stacked(rows, self.spec)
         return payload.qdata.contiguous(), payload.scale.contiguous()
-
-    def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        return ExpertGather.pre(self, shard)
 
     def _payload(self, shard: Tensor, flip: bool) -> QuantizedTensor:
         held = self._held().quantized
@@ -192,8 +179,7 @@ def connect_frozen(groups: list[Any]) -> int:
                 continue
             held += 1
             if not isinstance(local(param.sharded_param), Float8FrozenWeight):
-                are_experts = isinstance(module, Float8Experts)
-                kind = FrozenExpertGather if are_experts else FrozenGather
+                kind = FrozenExpertGather if isinstance(module, Float8Experts) else FrozenGather
                 gathered.append(kind(param, group, module))
     if gathered:
         make_scales(gathered)
@@ -204,8 +190,7 @@ def connect_frozen(groups: list[Any]) -> int:
 
 def is_frozen(param: Any) -> bool:
     """Return whether FSDP's record is of a weight that should be stored only in FP8."""
-    module = param._module_info.module
-    return can_be_frozen(param) and bool(module.fp8.frozen)
+    return can_be_frozen(param) and bool(param._module_info.module.fp8.frozen)
 
 
 def can_be_frozen(param: Any) -> bool:
@@ -214,11 +199,9 @@ def can_be_frozen(param: Any) -> bool:
     It must be the weight of a single FP8 layer, sharded by rows, or a fused weight, sharded by
     experts.
     """
-    info = param._module_info
+    info, shards = param._module_info, hasattr(param.mesh_info, "shard_process_group")
     if is_expert_weight(info.module, info.param_name):
-        shards = hasattr(param.mesh_info, "shard_process_group")
         return shards and why_not_gathered(param) is None
     if not isinstance(info.module, Float8Layer) or info.param_name != "weight":
         return False
-    by_rows = hasattr(param.mesh_info, "shard_process_group") and param.fsdp_placement.dim == 0
-    return by_rows and not info.shared_modules
+    return shards and param.fsdp_placement.dim == 0 and not info.shared_modules

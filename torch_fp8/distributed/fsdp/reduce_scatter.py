@@ -27,8 +27,7 @@ decides when it reduces, by what it divides, which stream it uses and what it ac
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,20 +68,14 @@ class Float8ReduceScatter:
     """
 
     def __init__(self, param_group: Any, name: str, exchanges: Exchanges) -> None:
-        self._exchanges, self.stock = exchanges, param_group._reduce_scatter_comm
-        self.structures = GroupStructures(param_group, name)
+        self.exchanges, self.stock = exchanges, param_group._reduce_scatter_comm
+        self._param_group, self._name = param_group, name
+        self._plain: dict[int, list[Run]] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
         """Write part r of the reduction over ranks into rank r's output.
 
         Args:
@@ -90,31 +83,33 @@ class Float8ReduceScatter:
             input_tensor: (N * E,) float32, bfloat16 or float16.
             group: the process group, of N ranks.
             op: the reduction, SUM, AVG or PREMUL_SUM.
-            async_op: whether to return at once, with a handle to ``wait`` for.
         """
-        if not self._exchanges["scatter"]:
-            return self.stock(output_tensor, input_tensor, group, op, async_op)
+        if not self.exchanges["scatter"]:
+            self.stock(output_tensor, input_tensor, group, op)
+            return
         factor = factor_of(op, dist.get_world_size(group))
-        runs = self.structures.of(output_tensor.numel())
+        runs = self.structure(output_tensor.numel())
         # (N * E,) -> (N, E) -> (N, B) bytes: row r goes to rank r
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), runs)
         received = torch.empty_like(messages)  # (N, B): row r is rank r's message to us
-        work = all_to_all(received, messages, group, async_op)
-        finish = partial(unpack_parts, received, runs, output_tensor, factor)
-        return _Pending(work, finish) if async_op else finish()
+        all_to_all(received, messages, group)
+        unpack_parts(received, runs, output_tensor, factor)
 
-
-class _Pending:
-    """A work handle: the messages in flight, and the function that writes their sum."""
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self, *args: Any) -> bool:
-        """Block until the sum is in the output."""
-        self._work.wait(*args)
-        self._finish()
-        return True
+    def structure(self, numel: int) -> list[Run]:
+        """Return the structure of one rank's part of the group's buffers with `numel` elements."""
+        params = [p for p in self._param_group.fsdp_params if p.sharded_param.requires_grad]
+        sizes = [(param.padded_sharded_param_size.numel(), in_groups(param)) for param in params]
+        if sum(size for size, _ in sizes) == numel:
+            return structure_of(sizes)
+        if numel not in self._plain:
+            warnings.warn(
+                f"some parameters of {self._name!r} got no gradient, and FSDP does not report "
+                "which: the other gradients are reduced in BF16 this time. To reduce them in FP8, "
+                "call set_reduce_scatter_unused_params(True) (torch 2.13 or later)",
+                stacklevel=2,
+            )
+            self._plain[numel] = [Run(0, numel, False)]
+        return self._plain[numel]
 
 
 def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:
@@ -148,41 +143,8 @@ def layout_of(runs: Sequence[Run]) -> Layout:
 
 def structure_of(sizes: Sequence[tuple[int, bool]]) -> list[Run]:
     """Return the runs of a part with shards of these (numel, whether in groups)."""
-    stops = itertools.accumulate(numel for numel, _ in sizes)
-    pieces = zip(stops, sizes, strict=True)
-    return runs_of((stop - numel, numel, in_groups) for stop, (numel, in_groups) in pieces)
-
-
-class GroupStructures:
-    """The structures of one parameter group's buffers.
-
-    Args:
-        param_group: FSDP's parameter group.
-        name: the qualified name of its module.
-    """
-
-    def __init__(self, param_group: Any, name: str) -> None:
-        self._param_group, self._name = param_group, name
-        self._plain: dict[int, list[Run]] = {}
-
-    def of(self, numel: int) -> list[Run]:
-        """Return the structure of one rank's part with `numel` elements."""
-        sizes = [
-            (param.padded_sharded_param_size.numel(), in_groups(param))
-            for param in self._param_group.fsdp_params
-            if param.sharded_param.requires_grad
-        ]
-        if sum(size for size, _ in sizes) == numel:
-            return structure_of(sizes)
-        if numel not in self._plain:
-            warnings.warn(
-                f"some parameters of {self._name!r} got no gradient, and FSDP does not report "
-                "which: the other gradients are reduced in BF16 this time. To reduce them in FP8, "
-                "call set_reduce_scatter_unused_params(True) (torch 2.13 or later)",
-                stacklevel=2,
-            )
-            self._plain[numel] = structure_of([(numel, False)])
-        return self._plain[numel]
+    starts = itertools.accumulate((numel for numel, _ in sizes), initial=0)
+    return runs_of((start, *size) for start, size in zip(starts, sizes, strict=False))
 
 
 def in_groups(param: Any) -> bool:
@@ -209,13 +171,12 @@ class Float8Replicas:
 
     Args:
         group: the process group of the ranks that hold the same shards.
-        structures: the structures of the parameter group's buffers.
-        exchanges: the choice whether gradients are averaged in 8 bits or by the stock collective.
+        scatter: the parameter group's reduce-scatter, with the structure of its buffers and the
+            choice whether gradients are averaged in 8 bits or by the stock collective.
     """
 
-    def __init__(self, group: Any, structures: GroupStructures, exchanges: Exchanges) -> None:
-        self.group = group
-        self._structures, self._exchanges = structures, exchanges
+    def __init__(self, group: Any, scatter: Float8ReduceScatter) -> None:
+        self.group, self._scatter = group, scatter
 
     def size(self) -> int:
         """Return the number of replicas."""
@@ -236,23 +197,25 @@ class Float8Replicas:
             collective reduces, as it does for dtypes without an 8-bit form.
         """
         (buffer,) = tensors
-        if buffer.dtype not in DTYPES or not self._exchanges["replicas"]:
+        if buffer.dtype not in DTYPES or not self._scatter.exchanges["replicas"]:
             return self.group.allreduce(tensors, options)
         factor = factor_of(options.reduceOp, self.size())
-        runs = self._structures.of(buffer.numel())
-        for _ in average_runs(buffer, runs, self.group, factor):
+        for _ in average_runs(buffer, self._scatter.structure(buffer.numel()), self.group, factor):
             pass
         return None
 
 
-def connect_replicas(param_group: Any, structures: GroupStructures, exchanges: Exchanges) -> bool:
-    """Average a parameter group's gradients among replicas in FP8; False if it has no replicas."""
+def connect_replicas(param_group: Any) -> bool:
+    """Average the gradients of a parameter group with a `Float8ReduceScatter` among replicas in
+    FP8; return False if it has no replicas.
+    """
     group = getattr(param_group.mesh_info, "replicate_process_group", None)
     if group is None or group.size() == 1:
         return False
     # Copy the record: parameters share it, and build DTensors from the mesh in it.
     param_group.mesh_info = copy.copy(param_group.mesh_info)
-    param_group.mesh_info.replicate_process_group = Float8Replicas(group, structures, exchanges)
+    replicas = Float8Replicas(group, param_group._reduce_scatter_comm)
+    param_group.mesh_info.replicate_process_group = replicas
     return True
 
 

@@ -57,15 +57,9 @@ def split_sharded(
     reshard(model)
     for group in fsdp_groups(model):
         _sum_in_float32(group)
-    whole = [
-        parameter
-        for parameter in model.parameters()
-        if parameter in trained
-        and parameter.dtype == torch.float32
-        and is_large(parameter)
-        and isinstance(parameter, DTensor)
-        and type(parameter._local_tensor) is Tensor
-    ]
+    large = [p for p in model.parameters() if p in trained and is_large(p)]
+    sharded = [p for p in large if p.dtype == torch.float32 and isinstance(p, DTensor)]
+    whole = [p for p in sharded if type(p._local_tensor) is Tensor]
     if not whole:
         return reports
     gathered = {param.sharded_param: param for param in fsdp_params(model)}
@@ -82,12 +76,9 @@ def _split(parameter: DTensor, param: Any) -> None:
         param: FSDP2's record of it, or None if tensor parallelism has sharded it.
     """
     shard = parameter._local_tensor
-    padded = torch.zeros(
-        shard.shape if param is None else param.padded_sharded_param_size,
-        dtype=torch.bfloat16,
-        device=shard.device,
-        pin_memory=param is not None and param.pin_memory and not shard.is_meta,
-    )
+    size = shard.shape if param is None else param.padded_sharded_param_size
+    pin = param is not None and param.pin_memory and not shard.is_meta
+    padded = torch.zeros(size, dtype=torch.bfloat16, device=shard.device, pin_memory=pin)
     parameter._local_tensor = SplitShard.of(shard, padded)
     if param is not None:
         param._sharded_param_data = padded.view(-1)
@@ -131,9 +122,8 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     check_arguments(join_sharded, locals())
     reshard(model)
     gathered = {param.sharded_param: param for param in fsdp_params(model)}
-    split = [p for p in model.parameters() if isinstance(local(p), SplitShard)]
+    split: list[Any] = [p for p in model.parameters() if isinstance(local(p), SplitShard)]
     for parameter in split:
-        assert isinstance(parameter, DTensor)
         grad, parameter.grad = parameter.grad, None
         parameter._local_tensor = plain(parameter._local_tensor)
         if parameter in gathered:

@@ -8,6 +8,7 @@ FSDP frees gathered memory by resizing the storage, and fills it again at the ne
 weight and its aliases share one `Payload`, whose scale is replaced at that time.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ class UnshardedFloat8Weight(QuantizableTensor):
     """
 
     payload: Payload
+    qdata = property(operator.attrgetter("payload.qdata"))
+    scale = property(operator.attrgetter("payload.scale"))
     views = (*QuantizableTensor.views, torch.ops.aten.as_strided.default)
 
     __torch_function__ = torch.nn.Parameter.__torch_function__
@@ -71,22 +74,16 @@ class UnshardedFloat8Weight(QuantizableTensor):
         col = transposed_or_recast(row, spec, after) if columnwise else None
         return row if rowwise else None, col
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
+    def before_cast(self, payloads: Payloads) -> tuple[Tensor, Payloads, int] | None:
         """Return this rank's shard, whose rows are a part of the payloads' rows."""
         if self.payload.shard is None:
             return None
         shard, first = self.payload.shard()
-        return shard, row, col, first
+        return shard, payloads, first
 
     def rowwise(self) -> QuantizedTensor:
         """The weight (N, K), quantized along K."""
         return gathered_rowwise(self, self.payload.spec)
-
-    def columnwise(self) -> QuantizedTensor:
-        """The transposed weight (K, N), quantized along N; see `transposed_or_recast`."""
-        return transposed_or_recast(self.rowwise(), self.payload.spec)
 
     def dequantize(self) -> Tensor:
         """Return a plain tensor of this shape and dtype."""
@@ -112,27 +109,13 @@ class UnshardedFloat8Weight(QuantizableTensor):
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "UnshardedFloat8Weight":
         spec, dtype = context
-        payload = Payload(inner["qdata"], inner["scale"], spec)
-        return UnshardedFloat8Weight(payload, dtype)
-
-    @property
-    def qdata(self) -> Tensor:
-        return self.payload.qdata
-
-    @property
-    def scale(self) -> Tensor:
-        return self.payload.scale
+        return UnshardedFloat8Weight(Payload(inner["qdata"], inner["scale"], spec), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = self.dequantize()
-        return result
+        return memo.setdefault(id(self), self.dequantize())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)
-
-    def __repr__(self) -> str:
-        shape = tuple(self.shape)
-        return f"UnshardedFloat8Weight(shape={shape}, dtype={self.dtype}, {self.payload.spec})"
 
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:

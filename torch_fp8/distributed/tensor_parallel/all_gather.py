@@ -63,8 +63,7 @@ def pack_shard(
     Returns:
         (B,) uint8, with the same length on every rank.
     """
-    payload = quantized.qdata.view(torch.uint8).view(shape)
-    parts = [_padded(payload, shards)]
+    parts = [_padded(quantized.qdata.view(torch.uint8).view(shape), shards)]
     if spec.granularity != "tensorwise":
         exponents = exponent_bytes(quantized.scale)
         per_row = _scales_per_row(spec, shape[-1])
@@ -152,7 +151,7 @@ class GatheredInput(SavedInput):
     def __init__(self, spec: CastSpec, shards: Shards | None) -> None:
         self.spec, self.shards = spec, shards
         self.users = 0
-        self._gather: Gather | None = None
+        self._gather: Any = None
 
     def start(self, qdata: Tensor, scale: Tensor | None) -> None:
         """Issue the second gather, if one is needed and none is in flight."""
@@ -162,15 +161,12 @@ class GatheredInput(SavedInput):
     def columnwise(self, qdata: Tensor, scale: Tensor | None) -> QuantizedTensor:
         """Return the transposed input (C, M), quantized along M; call `start` first."""
         if self.shards is None:
-            assert scale is not None
-            return transposed_or_recast(
-                QuantizedTensor(qdata, scale, self.spec.granularity), self.spec
-            )
-        assert self._gather is not None
-        row = self._gather.result()
-        self.users -= 1
-        if self.users <= 0:
-            self._gather = None
+            row = QuantizedTensor(qdata, scale, self.spec.granularity)
+        else:
+            row = self._gather.result()
+            self.users -= 1
+            if self.users <= 0:
+                self._gather = None
         return transposed_or_recast(row, self.spec)
 
 
@@ -214,14 +210,13 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         """Return the gathered payloads, whatever scale the layer would use."""
         return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None
 
-    def before_cast(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
+    def before_cast(self, payloads: Payloads) -> tuple[Tensor, Payloads, int] | None:
         """Return this rank's part and its gathered bytes, from which all payloads are made."""
+        row, _ = payloads
         if self.gather.part is None or (row is not None and row is not self.gather.result()):
             return None
         source, payload = self.gather.part
-        return source, payload, None, 0
+        return source, (payload, None), 0
 
     def saved_for_backward(self) -> tuple[Tensor, Tensor | None, SavedInput]:
         """Return the rank's own bytes or the whole payload, the scale (or None), and the source."""
@@ -243,10 +238,6 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
             "torch.compile cannot trace FP8 gathers: exclude the parallel layers with "
             "torch.compiler.disable, or gather in 16 bits with FP8Config(communication='off')"
         )
-
-    def __repr__(self) -> str:
-        shape = tuple(self.shape)
-        return f"AllGatheredFloat8Tensor(shape={shape}, dtype={self.dtype}, {self.gather.spec})"
 
 
 def gather_activation(
@@ -272,8 +263,7 @@ def gather_activation(
     """
     rows = shard.reshape(-1, shard.shape[-1])  # (..., C) -> (rows, C)
     quantized = quantize(rows, spec, scale)
-    message = pack_shard(quantized, shard.shape, shards, spec)
     source = GatheredInput(spec, shards if gather_again else None)
-    gather = Gather(message, shards, spec, scale)
+    gather = Gather(pack_shard(quantized, shard.shape, shards, spec), shards, spec, scale)
     gather.part = (rows, quantized) if keep_part else None
     return AllGatheredFloat8Tensor(gather, source, shards.shape, dtype)

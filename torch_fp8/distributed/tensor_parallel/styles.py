@@ -91,11 +91,10 @@ class Float8RowwiseParallel(RowwiseParallel):
     ) -> Any:
         if isinstance(mod, Float8Linear) and mod.runs_fp8:
             if outputs.placements != output_layouts:
-                outputs = (
-                    reduce(outputs, output_layouts[0], mod)
-                    if _gathers(mod)
-                    else outputs.redistribute(placements=output_layouts, async_op=True)
-                )
+                if _gathers(mod):
+                    outputs = reduce(outputs, output_layouts[0], mod)
+                else:
+                    outputs = outputs.redistribute(placements=output_layouts, async_op=True)
             if mod.bias is not None:
                 outputs = outputs + mod.bias.to(outputs.dtype)
             output_layouts = outputs.placements
@@ -126,7 +125,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         check_arguments(PrepareFloat8ModuleInput.__init__, locals(), type(self).__name__)
         super().__init__(**options)
         self.gather_in_backward = gather_in_backward
-        self._module: nn.Module | None = None
+        self._module: Any = None
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired: Any) -> Any:
         consumer = _consumer(self._module) if isinstance(desired, Replicate) else None
@@ -182,16 +181,13 @@ def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
     return module.fp8.config.communication != "off"
 
 
-def _consumer(module: nn.Module | None) -> Float8Linear | None:
+def _consumer(module: nn.Module) -> Float8Linear | None:
     """Return the first column-wise FP8 layer in `module`, or None if there is none."""
-    assert module is not None
     consumers = [
         layer
         for layer in module.modules()
-        if isinstance(layer, Float8Linear)
-        and _gathers(layer)
-        and isinstance(layer.weight, DTensor)
-        and layer.weight.placements[-1].is_shard(0)
+        if _gathers(layer) and isinstance(layer.weight, DTensor)
+        if layer.weight.placements[-1].is_shard(0)
     ]
     casts = {str(layer.fp8.recipe.input): layer.fp8.name for layer in consumers}
     if len(casts) > 1:
