@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.internals import Float8Grad, local
+from tests.internals import Float8Grad, Int8Momentum, local
 from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import split_sharded
@@ -112,6 +112,8 @@ def test_a_state_in_another_form_continues_with_the_same_bits(optimizer, config,
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter.detach() + 0, copied.detach() + 0)
     assert trained.state_dict().keys() == other.state_dict().keys()
+    momenta = trained.state.values() if optimizer == "Muon" else ()  # of split weights, and others
+    assert all(isinstance(state["momentum_buffer"], Int8Momentum) for state in momenta)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
