@@ -112,8 +112,6 @@ def test_a_state_in_another_form_continues_with_the_same_bits(optimizer, config,
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter.detach() + 0, copied.detach() + 0)
     assert trained.state_dict().keys() == other.state_dict().keys()
-    momenta = trained.state.values() if optimizer == "Muon" else ()  # of split weights, and others
-    assert all(isinstance(state["momentum_buffer"], Int8Momentum) for state in momenta)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
@@ -138,6 +136,17 @@ def test_a_copy_trains_on_as_the_original(optimizer, config, way):
     assert type(other) is type(trained)
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter.detach() + 0, copied.detach() + 0)
+
+
+@pytest.mark.parametrize("case", ["split", "without the model", "BF16"])
+def test_momenta_of_all_large_weights_have_8_bits(case):
+    dtype = torch.bfloat16 if case == "BF16" else torch.float32
+    model, optimizer = _run(CONFIGS["O2"], "Muon", dtype, with_model=case != "without the model")
+    for step in range(2):
+        _step(model, optimizer, step)
+        buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert len(buffers) == 2
+        assert all(isinstance(buffer, Int8Momentum) for buffer in buffers)
 
 
 @pytest.mark.parametrize("config", ["O2", "codes saved", "weights unsplit"])
