@@ -68,6 +68,14 @@ def single_process_group(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def rank_of_two():
+    """A process group in which this is the first of two ranks; its collectives move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
 @contextlib.contextmanager
 def _started(modules):
     with tempfile.TemporaryDirectory() as folder:

@@ -3,15 +3,14 @@
 import ast
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
@@ -259,16 +258,8 @@ def test_public_functions_and_classes_have_docstrings(package):
 
 
 def _run(code, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    done = ran(sys.executable, "-c", code, **environment)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.long
@@ -365,8 +356,7 @@ def test_packages_of_the_engine_are_there_without_an_import_of_their_own(importe
 @pytest.mark.parametrize("entry", ["import torch_fp8", "import _fp8_command as c; c.main()"])
 def test_where_numpy_is_missing_nothing_is_printed(entry):
     code = f"import sys; sys.modules['numpy'] = None; sys.argv = ['torch-fp8', '--help']; {entry}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    assert ran(sys.executable, "-c", code).stderr == ""
 
 
 def test_no_room_of_the_engine_names_hosts_to_import():

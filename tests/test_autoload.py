@@ -5,12 +5,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import py_compile
 import shutil
-import subprocess
 import sys
-import textwrap
 import threading
 import types
 import warnings
@@ -21,21 +18,14 @@ import pytest
 import _fp8_autoload
 import _fp8_points
 from _fp8_autoload import EXTENSIONS, ExtensionFinder
+from tests.processes import ran
 
 COST_LIMIT_MS = 1.0
 
 
 def run_python(code: str, cwd: Path | None = None, **env: str) -> str:
     """Run `code` in a fresh interpreter (modules in `cwd` come first) and return its output."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+    return ran(sys.executable, "-c", code, cwd=cwd, **env).stdout.strip()
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from scripts.publish import setting
+from tests.processes import free_port, ran
 from torch_fp8 import FP8Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,19 +90,11 @@ def _environment(**more):
 def _outcomes(host, python):
     """Block -> (error, output), of all blocks of a host; what torchrun sets is set for one rank."""
     blocks = [block for block in PYTHON if _host(block) == host and not block.reason]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    rank = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [python, ROOT / "tests" / "documented_blocks.py"],
-        input=json.dumps([block.code for block in blocks]),
-        env=_environment(**({} if host else rank)),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=True,
-    )
+    rank = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    rank |= {"RANK": "0", "WORLD_SIZE": "1"}
+    codes = json.dumps([block.code for block in blocks])
+    program = ROOT / "tests" / "documented_blocks.py"
+    done = ran(python, program, input=codes, env=_environment(**({} if host else rank)))
     return dict(zip(blocks, json.loads(done.stdout), strict=True))
 
 
@@ -134,20 +125,12 @@ def test_launcher_commands_run_the_script_shown(tmp_path, forked_python):
     for command in commands:
         variables, words = _split(command)
         assert words[0] == "accelerate"
-        done = subprocess.run(
-            [forked_python, "-m", "accelerate.commands.accelerate_cli", *words[1:]],
-            cwd=tmp_path,
-            env=_environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        assert "2 of 2 linear layers" in done.stdout
+        words[0] = "accelerate.commands.accelerate_cli"
+        done = ran(forked_python, "-m", *words, cwd=tmp_path, env=_environment(**variables))
+        printed = done.stdout + done.stderr
+        assert "2 of 2 linear layers" in printed
         if variables:
-            assert "delayed" in done.stdout
+            assert "delayed" in printed
 
 
 def _of_file(block):
@@ -331,17 +314,8 @@ def test_the_site_builds_strictly_and_is_searched_without_a_server(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in (ROOT / "mkdocs.yml", *ROOT.glob("_fp8_*.py")):
         shutil.copy(path, tmp_path)
-    done = subprocess.run(
-        [Path(sys.executable).with_name("zensical"), "build", "--strict", "-f", "mkdocs.yml"],
-        cwd=tmp_path,
-        env=_environment(PYTHONPATH=str(tmp_path)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    command = (Path(sys.executable).with_name("zensical"), "build", "--strict", "-f", "mkdocs.yml")
+    ran(*command, cwd=tmp_path, env=_environment(PYTHONPATH=str(tmp_path)))
     site = tmp_path / "site"
     reference = (site / "reference.html").read_text()
     assert ">Raises:</span>" in reference

@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
+
+from tests.processes import ran
 
 SEEN = """
 import json, os, sys
@@ -27,15 +28,8 @@ def seen(forked_python, tmp_path):
     (tmp_path / "script.py").write_text(SEEN)
 
     def run(python, *arguments):
-        done = subprocess.run(
-            [python, *arguments, "one", "two words"],
-            cwd=tmp_path,
-            env={"MINE": "1", "PYTHONPATH": "/nowhere"},
-            input="typed",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        words, env = [*arguments, "one", "two words"], {"MINE": "1", "PYTHONPATH": "/nowhere"}
+        done = ran(python, *words, cwd=tmp_path, env=env, input="typed", fails=True)
         return done.returncode, json.loads(done.stdout)
 
     return run
@@ -62,25 +56,15 @@ def test_hosts_are_imported_and_extended_before(seen, forked_hosts):
         imported = {status[name] for name in status if name in sys.modules}
         print(json.dumps([sorted(imported), rank_zero_only.rank, gc.get_freeze_count()]))
     """
-    done = subprocess.run(
-        [forked_hosts, "-c", textwrap.dedent(code)],
-        env={**os.environ, "RANK": "3"},
-        capture_output=True,
-        check=True,
-    )
+    done = ran(forked_hosts, "-c", code, RANK="3")
     assert json.loads(done.stdout) == [["extended"], 3, 0]
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_the_autoload_sees_the_environment_of_the_script(forked_python, precision):
     """Whether FP8 was requested is looked up at the end of ``import torch``."""
-    done = subprocess.run(
-        [forked_python, "-c", "import torch, sys; print('_fp8_check' in sys.modules)"],
-        env={**os.environ, "ACCELERATE_MIXED_PRECISION": precision},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    code = "import torch, sys; print('_fp8_check' in sys.modules)"
+    done = ran(forked_python, "-c", code, ACCELERATE_MIXED_PRECISION=precision)
     assert done.stdout == f"{precision == 'fp8'}\n"
 
 

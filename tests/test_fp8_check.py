@@ -1,7 +1,6 @@
 """FP8 that was asked for and does not run is never silent, whatever the reason."""
 
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -9,6 +8,7 @@ import pytest
 
 import _fp8_autoload
 import _fp8_check
+from tests.processes import ran
 
 PYTHON = ""
 START = "FP8 was requested by "
@@ -40,14 +40,7 @@ def _python(forked_python, monkeypatch):
 def run(code, **environment):
     """The warnings about absent FP8 that a script of this `code` logs."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", "-c", textwrap.dedent(code)],
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(PYTHON, "-W", "ignore", "-c", code, env=inherited, **environment)
     return [line for line in done.stderr.splitlines() if START in line]
 
 

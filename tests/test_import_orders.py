@@ -1,9 +1,9 @@
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 # Every host module that was imported is extended, really; and nothing is left waiting.
 CHECK = """
@@ -40,18 +40,11 @@ STANDALONE = (f"lightning_fabric.{LEAF}", "lightning_fabric.connector")
 
 def start(folder: Path, code: str, *arguments: str, interactive: bool = False) -> str:
     """Run `code` under ``ACCELERATE_MIXED_PRECISION=fp8``, as ``-c`` or line by line."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "fp8"}
+    variables = {"ACCELERATE_MIXED_PRECISION": "fp8", "PYTHONPATH": str(folder)}
     (folder / "check.py").write_text(CHECK)
-    run = subprocess.run(
-        [sys.executable, *(arguments or (["-i"] if interactive else ["-c", code]))],
-        input=code if interactive else None,
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    words = arguments or (["-i"] if interactive else ["-c", code])
+    typed = code if interactive else None
+    run = ran(sys.executable, *words, input=typed, cwd=folder, **variables)
     assert "FP8 is not available" not in run.stderr
     assert "Error" not in run.stderr, run.stderr  # an interactive shell goes on after one
     return run.stdout

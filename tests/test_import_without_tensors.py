@@ -4,10 +4,11 @@ A module that is imported late loads inside whatever surrounds its first use: th
 ``torch.device("meta")`` of an empty initialization, another default dtype, or inference mode.
 """
 
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,11 +48,7 @@ print(count)
 
 
 def _imported(python, *packages, code=SCRIPT, cwd=None):
-    run = subprocess.run(
-        [python, "-c", code, *packages], capture_output=True, text=True, check=False, cwd=cwd
-    )
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout.split()[-1])
+    return int(ran(python, "-c", code, *packages, cwd=cwd).stdout.split()[-1])
 
 
 @pytest.mark.parametrize(

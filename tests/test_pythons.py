@@ -1,12 +1,13 @@
 """Each Python that pyproject.toml promises imports the package, converts a model and steps."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -56,17 +57,8 @@ def _python(version: str, own: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("version", VERSIONS)
 def test_import_convert_and_one_step(version, forked_python):
-    done = subprocess.run(
-        [_python(version, forked_python), "-W", "ignore", "-c", STEP, version],
-        cwd=ROOT,  # its sources, whatever was installed
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    command = (_python(version, forked_python), "-W", "ignore", "-c", STEP, version)
+    ran(*command, cwd=ROOT)  # its sources, whatever was installed
 
 
 def test_the_lowest_python_of_the_list_is_the_one_that_is_required():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ran
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = r"""#!/usr/bin/env bash
 echo "$*" >>"$NOTES"
@@ -139,12 +141,6 @@ def test_a_python_on_the_path_that_does_not_run_is_passed_over(tmp_path):
     for path, status in ((shim, 127), (real, 0)):
         path.write_text(f"#!/bin/sh\nexit {status}\n")
         path.chmod(0o755)
-    found = subprocess.run(
-        ["bash", "-c", "source scripts/setup.sh && find_python 3.10"],
-        cwd=ROOT,
-        env={"PATH": f"{tmp_path}:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {"PATH": f"{tmp_path}:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
+    found = ran("bash", "-c", "source scripts/setup.sh && find_python 3.10", cwd=ROOT, env=env)
     assert found.stdout.strip() == str(real)

@@ -1,12 +1,10 @@
 import json
-import os
-import subprocess
 
 import pytest
 import torch
 
 from tests.host_loops import WAYS, Net
-from tests.launchers.conftest import free_port
+from tests.processes import free_port, side_by_side
 from tests.weight_walk import walk
 from torch_fp8 import FP8Config
 
@@ -27,25 +25,12 @@ def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
     ("level", "ways"), [("O2", WAYS_APART[:2]), ("O3", WAYS_APART[2:])], ids=["O2", "O3"]
 )
 def test_user_code_finds_float32_weights_on_two_ranks(level, ways, tmp_path, forked_hosts):
-    environment = {**os.environ, **_chosen(level), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment = {**_chosen(level), "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"TORCHELASTIC_RUN_ID": "none"}  # hosts start no processes of their own
-    ranks = [
-        subprocess.Popen(
-            [forked_hosts, "-W", "ignore", "-m", "tests.user_code_ranks", level, tmp_path, *ways],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    command = [forked_hosts, "-W", "ignore", "-m", "tests.user_code_ranks", level, tmp_path, *ways]
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    side_by_side((command, {**environment, **rank}) for rank in ranks)
 
 
 def _chosen(level):

@@ -3,12 +3,13 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PROBE = Path(__file__).parents[1] / "probe"
@@ -81,16 +82,7 @@ def run(tmp_path, environment, forked_python, forked_hosts):
         variables = {**environment, "FP8_PROBE_OUT": str(counts), **variables}
         if before is not None:
             variables["PYTHONPATH"] = os.pathsep.join([str(before), variables["PYTHONPATH"]])
-        done = subprocess.run(
-            command,
-            env=variables,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        done = ran(*command, env=variables, cwd=tmp_path, fails=fails)
         of_script = [
             entry
             for entry in (json.loads(path.read_text()) for path in counts.iterdir())

@@ -83,28 +83,23 @@ def test_training_a_frozen_reference_later_is_refused_by_name(accelerator_with):
     accelerator.prepare(reference, torch.optim.AdamW(reference.parameters()))
 
 
-def test_training_a_sharded_one_later_is_refused_by_name():
-    import torch.distributed as dist
+def test_training_a_sharded_one_later_is_refused_by_name(single_process_group):
     from torch.distributed.fsdp import fully_shard
 
     from tests.internals import EvaluationModels
     from torch_fp8.distributed import connect_fsdp
 
     config = FP8Config(recipe="tensorwise")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        reference = Net()
-        torch_fp8.convert_to_float8(reference, config)
-        fully_shard(reference)
-        connect_fsdp(reference, config)
-        models = EvaluationModels(config)
-        models.note(reference)
-        (report,) = models.freeze([torch.optim.AdamW(Net().parameters())]).values()
-        assert report.frozen == ("up", "down")
-        with pytest.raises(ValueError, match=r"'up\.weight' of .*Net, .*torch_fp8\.thaw"):
-            models.freeze([torch.optim.AdamW(reference.parameters())])
-    finally:
-        dist.destroy_process_group()
+    reference = Net()
+    torch_fp8.convert_to_float8(reference, config)
+    fully_shard(reference)
+    connect_fsdp(reference, config)
+    models = EvaluationModels(config)
+    models.note(reference)
+    (report,) = models.freeze([torch.optim.AdamW(Net().parameters())]).values()
+    assert report.frozen == ("up", "down")
+    with pytest.raises(ValueError, match=r"'up\.weight' of .*Net, .*torch_fp8\.thaw"):
+        models.freeze([torch.optim.AdamW(reference.parameters())])
 
 
 def test_a_frozen_model_is_offloaded_to_the_cpu(accelerate):

@@ -1,11 +1,11 @@
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.accelerate_fp8.conftest import experts_in
+from tests.processes import ran
 
 pytestmark = pytest.mark.long
 
@@ -89,17 +89,8 @@ def launched(tmp_path, environment, forked_hosts):
         command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
         command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(model)]
         search = os.pathsep.join([environment["PYTHONPATH"], str(SCRIPTS.parents[2])])
-        done = subprocess.run(
-            [forked_hosts, *command, *kinds],
-            env={**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
+        variables = {**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search}
+        return ran(forked_hosts, *command, *kinds, env=variables, cwd=tmp_path)
 
     return launch
 

@@ -1,6 +1,4 @@
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from benchmarks.evidence.graph_counts import BF16, PROGRAMS, excess
 from benchmarks.rows import RESULTS, read_rows
 from tests.compiled_graphs import Graphs
+from tests.processes import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = {(row["program"], row["level"]): row for row in read_rows(RESULTS / "graph_counts.csv")}
@@ -38,15 +37,8 @@ def counts(forked_hosts):
     """By program and level; BF16's where the record is of another torch."""
     rows = list(COUNTED_AGAIN)
     rows += [(name, BF16) for name, _ in rows if RECORDED[name, "O3"]["torch"] != torch.__version__]
-    done = subprocess.run(
-        [forked_hosts, "-c", SCRIPT, json.dumps(rows)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = (forked_hosts, "-c", SCRIPT, json.dumps(rows))
+    done = ran(*command, cwd=ROOT, TOKENIZERS_PARALLELISM="false")
     return dict(zip(rows, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 

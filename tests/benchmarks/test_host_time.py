@@ -1,12 +1,12 @@
 """What a block calls on the host: counted, so the same on every machine."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -61,16 +61,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def run(forked_python):
-    done = subprocess.run(
-        [forked_python, "-c", SCRIPT],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(ran(forked_python, "-c", SCRIPT, cwd=ROOT).stdout.splitlines()[-1])
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
 import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,29 +7,17 @@ import torch
 
 from benchmarks import gpu_tests, run_gpu
 from benchmarks.rows import read_rows
+from tests.processes import ran
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 PARTS = ("linear", "block", "step", "memory", "gemm", "optimizer")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, forked_hosts):
     directory = tmp_path_factory.mktemp("results")
-    command = [
-        forked_hosts,
-        "-m",
-        "benchmarks.run_gpu",
-        "--toy",
-        "--seconds",
-        "9000",
-        "--results",
-        str(directory),
-    ]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=920, env=ENVIRONMENT, check=False, cwd=ROOT
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    options = ["--toy", "--seconds", "9000", "--results", directory]
+    ran(forked_hosts, "-m", "benchmarks.run_gpu", *options, cwd=ROOT, HF_HUB_OFFLINE="1")
     return directory
 
 

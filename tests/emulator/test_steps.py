@@ -1,8 +1,6 @@
 """Whole training steps and decoding through the code that a card would run, emulated."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
 from tests.emulator.step_cases import CASES
 from tests.internals import CastOptions
+from tests.processes import ran
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.scaled_mm import QuantizedTensor, lay_out
@@ -24,12 +23,7 @@ ALONE = ("llama", "gpt2")
 
 
 def distances(*cases, module="steps"):
-    command = [sys.executable, "-m", f"tests.emulator.{module}", *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = ran(sys.executable, "-m", f"tests.emulator.{module}", *cases, cwd=ROOT)
     return json.loads(done.stdout)
 
 

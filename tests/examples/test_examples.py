@@ -1,11 +1,12 @@
 import ast
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from tests.processes import ran
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("dpo", "grpo", "lora", "loop", "ppo", "sft", "sft_lightning")
@@ -52,26 +53,18 @@ def test_a_script_trains_in_fp8_and_saves_what_stock_reads(
         command += ["--mixed_precision", "fp8"]
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCH_FP8_"))},
-        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     if not launched:
         environment |= {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py"), "--quick", "--output", str(tmp_path / "out")],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    reports = re.findall(r"FP8: 14 of 15 linear layers", done.stdout)
-    frozen = re.findall(r"14 frozen weights stored in FP8 only, 1\.000 bytes", done.stdout)
-    assert (len(reports), len(frozen)) == FROZEN.get(name, (1, 0)), done.stdout
-    result = re.search(RESULTS.get(name, LOSSES), done.stdout)
-    assert result is not None, done.stdout[-2000:]
+    command += [EXAMPLES / f"{name}.py", "--quick", "--output", tmp_path / "out"]
+    done = ran(*command, env=environment, cwd=tmp_path)
+    printed = done.stdout + done.stderr
+    reports = re.findall(r"FP8: 14 of 15 linear layers", printed)
+    frozen = re.findall(r"14 frozen weights stored in FP8 only, 1\.000 bytes", printed)
+    assert (len(reports), len(frozen)) == FROZEN.get(name, (1, 0)), printed
+    result = re.search(RESULTS.get(name, LOSSES), printed)
+    assert result is not None, printed[-2000:]
     found = result.groupdict()
     if "after" in found:
         assert float(found["after"]) < float(found.get("before", 0.69)) - 0.1

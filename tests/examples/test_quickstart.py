@@ -1,8 +1,9 @@
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "quickstart.ipynb"
 AFTER = """
@@ -24,18 +25,9 @@ def cells():
 def test_the_cells_run_and_end_with_a_plot_of_losses_that_agree(tmp_path, forked_hosts):
     code = "\n\n".join("".join(c["source"]) for c in cells() if c["cell_type"] == "code")
     (tmp_path / "quickstart.py").write_text(f"{code}\n{AFTER}")
-    done = subprocess.run(
-        [forked_hosts, "quickstart.py"],
-        cwd=tmp_path,
-        env={"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PATH": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "6 of 7 linear layers" in done.stdout
+    variables = {"MPLBACKEND": "Agg", "PATH": ""}
+    done = ran(forked_hosts, "quickstart.py", cwd=tmp_path, env=variables)
+    assert "6 of 7 linear layers" in done.stdout + done.stderr
 
 
 def test_the_notebook_is_committed_without_outputs():

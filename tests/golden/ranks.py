@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tests.golden.training import SAVED_AFTER, STEPS, Run, adamw, digests, leave_groups, llama
+from tests.processes import side_by_side
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
@@ -124,33 +124,11 @@ def recorded(kind: type[OfDDP] | type[OfFSDP], level: str, folder: Path) -> dict
 
 
 def recorded_on_ranks(python: str = sys.executable) -> dict[str, Any]:
-    """What both ranks note, by the names in `NAMES`, each started by `python`.
-
-    Raises:
-        RuntimeError: with what a rank has written to its standard error.
-    """
+    """What both ranks note, by the names in `NAMES`, each started by `python`."""
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [python, "-W", "ignore", "-m", "tests.golden.ranks"]
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), folder],
-                cwd=root,
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            errors = [process.communicate(timeout=300)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for process, error in zip(processes, errors, strict=True):
-            if process.returncode:
-                raise RuntimeError(error)
+        side_by_side((([*command, rank, folder], {}) for rank in range(RANKS)), cwd=root)
         parts = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: value for part in parts for name, value in part.items()}
 

@@ -1,7 +1,6 @@
 """Starts launchers side by side, each with an environment of its own, as on several machines."""
 
 import os
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +9,6 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 INHERITED_NOT = ("ACCELERATE_", "TORCH_FP8_", "TORCHELASTIC_", "SLURM_", "MASTER_", "RANK", "WORLD")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.launchers.conftest import SCRIPTS, free_port, losses
+from tests.launchers.conftest import SCRIPTS, losses
+from tests.processes import free_port
 
 pytestmark = pytest.mark.long
 

@@ -4,7 +4,8 @@ the bases that it has: Ray itself is not run.
 
 import pytest
 
-from tests.launchers.conftest import SCRIPTS, free_port, losses
+from tests.launchers.conftest import SCRIPTS, losses
+from tests.processes import free_port
 
 pytestmark = pytest.mark.long
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.launchers.conftest import SCRIPTS, free_port
+from tests.launchers.conftest import SCRIPTS
+from tests.processes import free_port
 
 pytestmark = pytest.mark.long
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", 2)

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.launchers.conftest import SCRIPTS, free_port
+from tests.launchers.conftest import SCRIPTS
+from tests.processes import free_port
 
 pytestmark = pytest.mark.long
 SECONDS = 150

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import socket
 import subprocess
 import tempfile
 import unittest.mock
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from tests.processes import free_port
 
 TESTS = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -54,12 +55,6 @@ def run_script(python: str, folder: Path, command: list[str], env: dict[str, str
     )
     counts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     return Run(process.returncode, process.stdout, counts)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

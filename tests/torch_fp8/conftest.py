@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import side_by_side
 
 
 @pytest.fixture(scope="session")
@@ -21,24 +22,16 @@ def run_ranks(tmp_path_factory, forked_hosts):
         folder = tmp_path_factory.mktemp(Path(script).stem)
         here = Path(__file__).parent / "distributed" / "cases"
         search = os.pathsep.join(filter(None, [str(here.parents[3]), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
+        environment = {"PYTHONPATH": search, **variables}
         results = [folder / f"{rank}.json" for rank in range(ranks)]
         command = [forked_hosts, "-W", "ignore", here / script]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), folder / "store", result, *arguments],
-                env={**environment, "TEST_RANK": f"{rank} {ranks}"},
-                stderr=subprocess.PIPE,
-                text=True,
+        side_by_side(
+            (
+                [*command, rank, ranks, folder / "store", result, *arguments],
+                {**environment, "TEST_RANK": f"{rank} {ranks}"},
             )
             for rank, result in enumerate(results)
-        ]
-        try:
-            errors = [process.communicate(timeout=300)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * ranks, errors
+        )
         return [json.loads(result.read_text()) for result in results]
 
     return run

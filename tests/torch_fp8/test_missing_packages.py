@@ -1,13 +1,12 @@
 import json
 import math
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.internals import RunLog
+from tests.processes import ran
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 pytestmark = pytest.mark.long
@@ -54,14 +53,7 @@ def inputs(tmp_path_factory):
 def test_a_command_works_or_names_a_package(hidden, inputs, forked_python, tmp_path):
     for path in inputs.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    done = subprocess.run(
-        [forked_python, SCRIPT, tmp_path, hidden],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(forked_python, SCRIPT, tmp_path, hidden)
     results = json.loads(done.stdout.splitlines()[-1])
     wanted = CASES[hidden]
     for command, (status, errors) in results.items():

@@ -8,6 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
@@ -482,21 +484,12 @@ def test_a_frozen_output_layer_in_fp8_is_written_in_bf16(tied, tmp_path):
     torch.testing.assert_close(written[key], head.detach().bfloat16(), rtol=0, atol=0)
 
 
-def test_sharded_weights_are_refused_by_name(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+def test_sharded_weights_are_refused_by_name(tmp_path, rank_of_two):
     model = _trained("blockwise", steps=0)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        sharded = distribute_tensor(torch.ones(128), init_device_mesh("cpu", (2,)))
-        model.model.layers[1].input_layernorm.weight = nn.Parameter(sharded)
-        with pytest.raises(ValueError, match=r"'model.layers.1.input_layernorm.weight' is sharded"):
-            export(model, tmp_path / "out")
-    finally:
-        dist.destroy_process_group()
+    sharded = distribute_tensor(torch.ones(128), init_device_mesh("cpu", (2,)))
+    model.model.layers[1].input_layernorm.weight = nn.Parameter(sharded)
+    with pytest.raises(ValueError, match=r"'model.layers.1.input_layernorm.weight' is sharded"):
+        export(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -275,6 +275,46 @@ def test_fused_is_what_the_norm_made_and_nothing_else(how, fused):
     assert len(casts) == 2 + (2 - fused)  # of the weights, and of what is not the norm's
 
 
+class Readers(nn.Module):
+    """A norm and two layers with delayed scaling; others may read before, or want less."""
+
+    def __init__(self, reads_before, frozen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(64, eps=1e-5)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.first.weight.requires_grad_(not frozen)
+        self.reads_before = reads_before
+        convert_to_float8(self, FP8Config(recipe="delayed"))
+        _remember(self)
+
+    def forward(self, x):
+        y = self.norm(x)
+        other = y.tanh() if self.reads_before else y
+        return self.first(y) + self.second(y) + other
+
+
+@pytest.mark.parametrize(("reads_before", "frozen", "casts"), [(True, False, 1), (False, True, 2)])
+def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts):
+    model = Readers(reads_before, frozen)
+    twin = copy.deepcopy(model)
+    backend = Partitioned()
+    compiled = backend.compile(twin)
+    for step in range(2):
+        leaves = [torch.full((8, 64), 1.0 + step).cumsum(1).requires_grad_() for _ in range(2)]
+        results = []
+        for function, leaf in zip((model, compiled), leaves, strict=True):
+            y = function(leaf)
+            y.square().sum().backward()
+            results.append((y, leaf.grad))
+        _assert_equal(*results)
+    _assert_equal(list(model.buffers()), list(twin.buffers()))
+    forward, _ = backend.operators()
+    of_norm = {name: count for name, count in forward.items() if name.startswith("rms_norm")}
+    once = {"rms_norm_statistics": 1, "rms_norm": 2, "rms_norm_quantize_once": 1}
+    assert of_norm == once | ({"rms_norm_quantize": 1} if casts > 1 else {})
+
+
 @pytest.mark.parametrize(
     "options",
     [

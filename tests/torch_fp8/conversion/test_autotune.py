@@ -6,10 +6,8 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from tests.internals import (
@@ -277,13 +275,9 @@ def test_output_layers_in_fp8_are_not_measured(timed):
     assert {tuple(run.layers[0].weight.shape) for run in timer.runs} == {WIDE, NARROW, SMALL}
 
 
-def test_ranks_that_cannot_agree_do_not_measure(timed):
+def test_ranks_that_cannot_agree_do_not_measure(timed, rank_of_two):
     clock = timed({})
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        report = convert_to_float8(model(), AUTO)
-    finally:
-        dist.destroy_process_group()
+    report = convert_to_float8(model(), AUTO)
     assert report.recipe.name == "tensorwise"
     assert "the ranks of this process group cannot share" in report.choice.not_measured
     assert not clock.runs

@@ -4,11 +4,9 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
@@ -164,14 +162,7 @@ def test_states_made_of_zeros_do_not_end_the_search():
     assert len(warnings_of(model, optimizer)) == 1
 
 
-@pytest.fixture
-def _two_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.usefixtures("rank_of_two")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_gradient_that_another_rank_has_made_is_no_sign(level):
     def others(model):
@@ -185,7 +176,7 @@ def test_a_gradient_that_another_rank_has_made_is_no_sign(level):
     assert len(warnings_of(*converted(model, level), steps=12)) == 1
 
 
-@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.usefixtures("rank_of_two")
 def test_a_weight_that_was_frozen_after_its_backward_is_no_sign():
     model, optimizer = converted(Model(lambda layer, x: F.linear(x, layer.weight, layer.bias)))
     backward(model)

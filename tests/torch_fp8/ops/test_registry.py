@@ -1,6 +1,5 @@
 import ast
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fp8.ops.registry as module
 from tests.internals import CastOptions, make_recipe
+from tests.processes import ran
 from torch_fp8.ops import quantize as casts
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.swiglu import swiglu_save
@@ -118,8 +118,8 @@ def test_importing_the_package_of_operators_defines_all_of_them(forked_python):
         "import json, torch, torch_fp8.ops; names = torch._C._dispatch_get_all_op_names();"
         "print(json.dumps([n for n in names if n.startswith('torch_fp8::')]))"
     )
-    run = subprocess.run([forked_python, "-c", code], capture_output=True, text=True, check=True)
-    names = {name.removeprefix("torch_fp8::") for name in json.loads(run.stdout)}
+    printed = ran(forked_python, "-c", code).stdout
+    names = {name.removeprefix("torch_fp8::") for name in json.loads(printed)}
     assert names == set(_names_in_sources())
     assert len(names) > 30
 

@@ -1,5 +1,3 @@
-import subprocess
-import textwrap
 import warnings
 
 import pytest
@@ -8,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.internals import Float8Optimizer, SplitWeight, split_parameter
+from tests.processes import ran
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -128,10 +127,7 @@ def test_the_first_optimizer_of_a_process_may_be_a_subclass(forked_python):
         model = nn.Sequential(nn.Linear(64, 64))
         print(convert_optimizer(First(model.parameters()), model=model))
     """
-    done = subprocess.run(
-        [forked_python, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
-    )
-    assert done.stdout == "First with 8-bit states\n"
+    assert ran(forked_python, "-c", script).stdout == "First with 8-bit states\n"
 
 
 @pytest.mark.parametrize("scheduler_first", [True, False])

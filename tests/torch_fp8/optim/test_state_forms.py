@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.internals import Float8Grad, local
+from tests.internals import Float8Grad, Int8Momentum, local
 from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import split_sharded
@@ -136,6 +136,17 @@ def test_a_copy_trains_on_as_the_original(optimizer, config, way):
     assert type(other) is type(trained)
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter.detach() + 0, copied.detach() + 0)
+
+
+@pytest.mark.parametrize("case", ["split", "without the model", "BF16"])
+def test_momenta_of_all_large_weights_have_8_bits(case):
+    dtype = torch.bfloat16 if case == "BF16" else torch.float32
+    model, optimizer = _run(CONFIGS["O2"], "Muon", dtype, with_model=case != "without the model")
+    for step in range(2):
+        _step(model, optimizer, step)
+        buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert len(buffers) == 2
+        assert all(isinstance(buffer, Int8Momentum) for buffer in buffers)
 
 
 @pytest.mark.parametrize("config", ["O2", "codes saved", "weights unsplit"])

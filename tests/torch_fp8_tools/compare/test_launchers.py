@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from examples.sft import quick_model, quick_rows
 from tests.internals import machine
 from tests.internals import trials_module as trials
-from tests.launchers.conftest import free_port
+from tests.processes import free_port, side_by_side
 from tests.torch_fp8_tools.compare.conftest import PROGRAM
 
 SRUN = """
@@ -133,22 +132,10 @@ def test_two_machines_compare_side_by_side(tmp_path, forked_hosts):
     launch += ["static", "--main_process_port", str(free_port()), "--mixed_precision", "bf16"]
     given = ["--steps", "6", "--no-repeat", "--output", "out"]
     root = str(Path(__file__).resolve().parents[3])
-    processes = [
-        subprocess.Popen(
-            [
-                *(forked_hosts, "-m", "torch_fp8", "compare", *given, "--"),
-                *(*launch, "--machine_rank", str(rank), str(PROGRAM), "accelerate"),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=200)[0] for process in processes]
-    for rank, process in enumerate(processes):
-        assert process.returncode == 0, printed[rank]
+    command = [forked_hosts, "-m", "torch_fp8", "compare", *given, "--", *launch, "--machine_rank"]
+    commands = [[*command, rank, PROGRAM, "accelerate"] for rank in range(2)]
+    printed = side_by_side(((words, {"PYTHONPATH": root}) for words in commands), tmp_path)
+    for rank in range(2):
         report = json.loads((tmp_path / f"out/machine-{rank}/report.json").read_text())
         assert [variant["steps"] for variant in report["variants"]] == [6, 6]
         assert report["ranks"] == 2

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from tests.internals import (
@@ -268,10 +267,6 @@ def test_what_does_not_fit_names_ways_out(monkeypatch, capsys):
     assert "Nothing fits: more GPUs, --checkpointing, --tensor, or a" in str(planned)
 
 
-def test_a_process_group_of_ones_own_is_left_alone(tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/s", rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="in another process"):
-            plan(config_of("llama"), **SMALL, gpus=2)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_process_group_of_ones_own_is_left_alone(single_process_group):
+    with pytest.raises(ValueError, match="in another process"):
+        plan(config_of("llama"), **SMALL, gpus=2)

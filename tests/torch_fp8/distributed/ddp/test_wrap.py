@@ -697,13 +697,6 @@ def test_without_a_process_group_options_are_made_all_the_same():
     assert model._ddp_params_and_buffers_to_ignore == ["0.weight"]
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def _wrapped(level, **options):
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
     config = FP8Config(opt_level=level)
@@ -715,7 +708,7 @@ def _wrapped(level, **options):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_forward_before_gradients_are_averaged_is_refused(one_rank, level):
+def test_a_forward_before_gradients_are_averaged_is_refused(single_process_group, level):
     ddp, optimizer = _wrapped(level)
     x = torch.randn(8, 96)
     with pytest.raises(RuntimeError, match=r"call connect_ddp\(ddp, \[optimizer\]\)"):
@@ -727,7 +720,7 @@ def test_a_forward_before_gradients_are_averaged_is_refused(one_rank, level):
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_options_that_need_plain_gradients_are_refused_beside_ours(one_rank, option):
+def test_options_that_need_plain_gradients_are_refused_beside_ours(single_process_group, option):
     ddp, optimizer = _wrapped("O2", **{option: True})
     call = f"ddp_options(model, [optimizer], {{'{option}': True}})"
     with pytest.raises(ValueError, match=re.escape(call)):
