@@ -1,8 +1,8 @@
-"""Launches of every variant that the compile tests record, with few rows and with values.
+"""Launches of every variant in the compile tests, with few rows and with values.
 
-The tests' own functions launch: they name every choice. Rows are few and end within a tile, so that
-tails are met; columns, which decide about variants, are as many as there. What depends on the size
-of a card or on many rows is set as if there were these.
+The tests' own functions launch, because they make every choice. There are few rows, which end
+within a tile to test tails; the columns, which determine variants, are as many as in the tests.
+Choices that depend on the size of a card or on many rows are set accordingly.
 """
 
 import contextlib
