@@ -84,8 +84,7 @@ class PreparedOptimizers:
         self._unannounced.pop(optimizer, None)
         report = self._reports.get(optimizer)
         if report is None:
-            why = _why_as_it_was(accelerator)
-            report = OptimizerReport(type(optimizer).__name__, False, why)
+            report = OptimizerReport(type(optimizer).__name__, False, _why_as_it_was(accelerator))
         return gradients_report(optimizer, report)
 
     def take_unannounced(self, accelerator: Any) -> list[str]:

@@ -229,8 +229,7 @@ class FabricStrategy(HostStrategy):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [new.get(p, p) for p in group["params"]]
-        set_up = [self.setup_optimizer(o) for o in optimizers]
-        return sharded, set_up, *(scheduler or (None,))
+        return sharded, [self.setup_optimizer(o) for o in optimizers], *(scheduler or (None,))
 
 
 def _refuse_averaging(callbacks: Iterable[Any]) -> None:

@@ -246,8 +246,7 @@ class FP8Config:
                 left.append("grad_format")
             changes.update((name, _DEFAULTS[name]) for name in left)
         if options.get("wgrad") == "bf16":
-            gemms = tuple(gemm for gemm in self.fast_accum if gemm != "wgrad")
-            changes["fast_accum"] = gemms
+            changes["fast_accum"] = tuple(gemm for gemm in self.fast_accum if gemm != "wgrad")
         return replace(self, **{**changes, **options})
 
     def to_json(self) -> str:

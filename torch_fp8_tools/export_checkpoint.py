@@ -172,8 +172,7 @@ class _Tensors(ModelTensors):
         return self._files.dtype(self._places[key][0])
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
-        places = self._places[key]
-        values = [self._values(place, key, tensor, layer) for place in places]
+        values = [self._values(place, key, tensor, layer) for place in self._places[key]]
         return values[0] if len(values) == 1 else torch.cat(values).view(tensor.shape)
 
     def _values(self, place: str, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:

@@ -191,8 +191,7 @@ class FoldedTensor:
         With delayed scaling the layer's history applies, unless factors are folded in, which it
         does not include.
         """
-        is_folded = layer in self.smooth
-        known = layer.fp8.recipe.delayed and layer.fp8.scales_known and not is_folded
+        known = layer.fp8.recipe.delayed and layer.fp8.scales_known and layer not in self.smooth
         scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
         quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
         return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)

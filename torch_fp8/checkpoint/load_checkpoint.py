@@ -83,8 +83,7 @@ def load_trainable(
             return read
         if not config.keeps_residuals:
             return read.dequantize(torch.bfloat16)
-        empty = torch.empty_like(read.qdata, dtype=torch.bfloat16)
-        parameter = nn.Parameter(empty)
+        parameter = nn.Parameter(torch.empty_like(read.qdata, dtype=torch.bfloat16))
         split_parts(parameter, read.parts())
         return parameter
 
@@ -172,8 +171,7 @@ def _assign(owners: list[tuple[nn.Module, str]], value: Tensor) -> None:
     module, name = owners[0]
     old = module._parameters.get(name)
     if old is not None and not isinstance(value, nn.Parameter):
-        trained = old.requires_grad and value.is_floating_point()
-        value = nn.Parameter(value, requires_grad=trained)
+        value = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
     for module, name in owners:
         setattr(module, name, value)
 

@@ -66,5 +66,4 @@ class Series:
             extreme = torch.where(signed == -math.inf, torch.nan, signed * signs)
             mean = of_mean[0] / of_mean[1]  # NaN if no rank has measured it
             vector = torch.where(signs == 0, mean, extreme)
-        fetched: list[float] = vector.tolist()
-        return fetched
+        return vector.tolist()

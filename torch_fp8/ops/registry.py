@@ -162,8 +162,7 @@ def is_visible(x: Tensor) -> bool:
 
 def _first(args: Sequence[Any]) -> Tensor:
     """Return the first tensor of an operator's arguments."""
-    tensor: Tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
-    return tensor
+    return args[0] if isinstance(args[0], Tensor) else args[0][0]
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:

@@ -66,10 +66,7 @@ def scaled_grouped_matmul(
     Returns:
         rows: (M, N), zeros after the last group. sums: (E, N, K), zeros for an empty group.
     """
-    output: Tensor = _call(
-        a.qdata, a.scale, b.qdata, b.scale, offs, form, out_dtype, fast_accum, emulate
-    )
-    return output
+    return _call(a.qdata, a.scale, b.qdata, b.scale, offs, form, out_dtype, fast_accum, emulate)
 
 
 def _rows(payload: Tensor, scale: Tensor) -> QuantizedTensor:

@@ -86,8 +86,7 @@ def scaled_matmul(
     if torch.compiler.is_compiling() or is_watched(a.qdata):
         if not emulate and is_traced() and _is_visible(a, b, out_dtype):
             return _visible(a, b, out_dtype, fast_accum, bias)
-        output: Tensor = _operator(*a, *b, contracted, bias, out_dtype, fast_accum, emulate)
-        return output
+        return _operator(*a, *b, contracted, bias, out_dtype, fast_accum, emulate)
     return _multiply(a, b, contracted, bias, out_dtype, fast_accum, emulate)
 
 
@@ -249,11 +248,10 @@ def _scaled_mm(
     """Call the operator behind ``F.scaled_mm``, which builds its lists in each call."""
     qdata_b, scales_b, kind_b = arguments
     swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
-    output: Tensor = torch._scaled_mm_v2(
+    return torch._scaled_mm_v2(
         *(a.qdata, qdata_b, [a.scale], _SCALING[a.granularity], swizzle),
         *(scales_b, kind_b, swizzle, bias, out_dtype, (), fast_accum),
     )
-    return output
 
 
 def multiply_laid_out(

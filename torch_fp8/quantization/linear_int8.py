@@ -68,8 +68,7 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
     nearest = y.round()
     if threshold is not None:  # the largest keeps code 127, so that the scale can be recovered
         nearest = torch.where(y.abs() > LARGEST - 1, nearest, torch.floor(y + threshold))
-    codes = nearest.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.int8)
-    return LinearInt8(codes, scale)
+    return LinearInt8(nearest.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.int8), scale)
 
 
 def decode(x: LinearInt8) -> Tensor:

@@ -74,8 +74,7 @@ def element_index(
         device: device of the result.
     """
     r = torch.arange(row, row + rows, device=device).mul_(row_length)
-    c = torch.arange(col, col + cols, device=device)
-    return (r[:, None] + c).to(torch.int32)
+    return (r[:, None] + torch.arange(col, col + cols, device=device)).to(torch.int32)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

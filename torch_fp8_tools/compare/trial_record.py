@@ -95,8 +95,7 @@ class TrialRecord:
 
     @property
     def error(self) -> str | None:
-        error: str | None = self.result.get("error")
-        return error
+        return self.result.get("error")
 
     @property
     def steady_rows(self) -> list[dict[str, Any]]:

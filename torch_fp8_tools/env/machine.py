@@ -113,8 +113,7 @@ def versions() -> list[Result]:
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
         "Triton": distribution_version("triton") or "not installed: no kernel can run on a card",
     }
-    rows = [Result(SECTION, name, INFO, detail) for name, detail in known.items()]
-    return [*rows, _compiler()]
+    return [*(Result(SECTION, name, INFO, text) for name, text in known.items()), _compiler()]
 
 
 def _compiler() -> Result:

@@ -112,5 +112,4 @@ def gib(num_bytes: float) -> str:
 
 
 def _fits(level: LevelPlan) -> str:
-    word = "yes" if level.fits else "NO"
-    return f"{word} ({level.headroom / _GIB:+.1f})"
+    return f"{'yes' if level.fits else 'NO'} ({level.headroom / _GIB:+.1f})"

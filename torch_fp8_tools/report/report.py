@@ -57,8 +57,7 @@ def tables(record: RunRecord) -> str:
     counts = Counter(str(event["event"]) for event in record.events)
     bad = ", ".join(counted(counts[kind], EVENTS[kind]) for kind in _BAD if counts[kind])
     last = [record.losses[step] for step in sorted(record.losses)[-50:]]
-    nearest = sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]
-    worst = [row for _, row in nearest]
+    worst = [row for _, row in sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]]
     sections = [
         f"{bad}." if bad else "No bound was crossed and the loss did not jump.",
         f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4g}" if last else "",
