@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 FLAG = "fp8-mixed"
@@ -123,3 +125,18 @@ def test_autoload_switched_off_is_stock_behaviour(run):
         assert stock.returncode == 1
         assert "Precision 'fp8-mixed' is invalid" in stock.output
         assert "'fp8-mixed', 64" not in stock.output
+
+
+@pytest.mark.parametrize(
+    ("host", "kind"), [("lightning.pytorch", "sharded"), ("lightning_fabric", "fabric")]
+)
+def test_ranks_with_different_configurations_are_told_before_anything_can_hang(run, host, kind):
+    (result,) = run(["different_ranks.py", host, kind])
+    assert result.returncode == 0, result.output
+    lines = re.findall(r"^rank (\d): (.*)$", result.output, re.M)
+    assert sorted(rank for rank, _ in lines) == ["0", "1"], result.output
+    for _, message in lines:
+        assert message.startswith("ranks have different FP8Configs: "), message
+        assert "opt_level is 'O2' on rank 0, 'O1' on rank 1" in message
+        assert "communication is 'auto' on rank 0, 'off' on rank 1" in message
+        assert "TORCH_FP8_CONFIG is not set on rank 0, set on rank 1)" in message
