@@ -12,7 +12,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, variant in bench_step.VARIANTS.items() if variant.precision == FP8]
+    "name",
+    [
+        name
+        for name, variant in bench_step.VARIANTS.items()
+        if variant.precision == FP8 and "graph_scales" not in variant.config  # of graphs alone
+    ],
 )
 def test_no_step_of_ours_waits_for_the_device(name, request):
     """transformers looks at the positions, once in a forward, to find packed sequences."""
