@@ -272,7 +272,7 @@ class Float8BatchedExperts(Float8Experts):
         offs = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32) * padded
         rows = self._activated(self._grouped(rows, first, offs, None), None)
         rows = self._grouped(rows, second, offs, None)
-        rows = rows.view(num_experts, padded, -1)[:, :tokens]  # (E, T, H)
+        rows = rows.view(num_experts, padded, rows.shape[-1])[:, :tokens]  # (E, T, H)
         return rows.reshape(-1, rows.shape[-1]).to(hidden_states.dtype)
 
     def _activate(self, rows: Tensor, score: Tensor | None) -> Tensor:
