@@ -134,7 +134,6 @@ def test_a_trial_calls_no_layer_of_the_module():
     assert calls == []
 
 
-
 def test_an_odd_width_has_no_halves():
     class Odd(Layers):
         def __init__(self):
