@@ -209,7 +209,7 @@ NOT_REACHED = "not reached within the budget"
 
 @contextmanager
 def layers_apart() -> Iterator[None]:
-    """Convert models whose layers that read one input multiply apart."""
+    """Let layers that read one input multiply apart in models that are converted here."""
     with mock.patch.object(fused_layers, "can_group", return_value=False):
         yield
 
@@ -280,7 +280,7 @@ class Table:
     def add(self, rows: list[dict[str, object]]) -> None:
         """Replace the rows of these groups, and write the file.
 
-        Rows of other groups stay.
+        Rows of other groups stay. A row that was not reached replaces none.
         """
         have = {self._group_of(row) for row in (*self._earlier, *self.rows)}
         rows = [

@@ -1,8 +1,11 @@
+import copy
+
 import pytest
 import torch
 
 from benchmarks import bench_step
 from benchmarks.bench_step import FP8
+from benchmarks.measurement import layers_apart
 from benchmarks.shapes import TOY_LLAMA
 from benchmarks.training_run import bigram_tokens, causal_lm, optimizer_of
 from tests.waits import Waits
@@ -39,3 +42,10 @@ def test_no_step_of_ours_waits_for_the_device(name, request):
             optimizer.zero_grad()
         counted.append(waits.count)
     assert counted == [1, 1]
+
+
+def test_layers_of_a_variant_multiply_apart():
+    model = causal_lm(TOY_LLAMA, bench_step.VARIANTS["fp8-mixed, layers apart"], CPU)
+    with layers_apart():
+        assert not convert_to_float8(copy.deepcopy(model), FP8Config("tensorwise")).groups
+    assert convert_to_float8(model, FP8Config("tensorwise")).groups

@@ -45,7 +45,7 @@ def test_step_runs_fp8_linears_under_fp8_mixed_only(results):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [*(f"{part}.csv" for part in (*PARTS, "loss", "moe")), "gpu_run.csv"]
+    "name", [*(f"{part}.csv" for part in (*PARTS, "loss", "moe", "step_kernels")), "gpu_run.csv"]
 )
 def test_rows_say_where_they_come_from(results, name):
     found = rows(results, name)
