@@ -174,7 +174,7 @@ FAULTS = {
         "if not arrived or arrived[-1].is_cast:",
         "if not arrived:",
         "gradients of a group stay in memory",
-        "        if not gradients.readers:\n",
+        "        if not self.readers:\n",
         "        if False:\n",
         "a group multiplies for an input without gradient",
         "        if will_run(of_input):\n",

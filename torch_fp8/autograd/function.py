@@ -76,9 +76,8 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     return node is not None and (is_returned(ctx, i) or will_run(node))
 
 
-def will_run(node: Any) -> bool:
-    """Return whether the running backward runs this node, which is no leaf that it returns."""
-    return torch._C._will_engine_execute_node(node)
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the running backward runs this node, which is no leaf that it returns."""
 
 
 def is_returned(ctx: Any, i: int) -> bool:

@@ -218,10 +218,6 @@ def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
     return itemgetter(slice(0, 0)) if not places else lambda values: (values[places[0]],)
 
 
-def _parts(argument: Any) -> tuple[Any, ...]:
-    return argument if isinstance(argument, tuple) else (argument,)
-
-
 def recording() -> Recording | None:
     """Return the innermost recording of this thread, or None."""
     return getattr(_active, "recording", None)
@@ -246,7 +242,11 @@ class Replayed:
         if not REPLAYS:
             return self._launcher(*args)
         # A look at the type is faster than an isinstance check for Tensor.
-        flat = [x for part in args for x in ((part,) if type(part) in _SINGLE else _parts(part))]
+        flat = [
+            x
+            for part in args
+            for x in ((part,) if type(part) in _SINGLE or not isinstance(part, tuple) else part)
+        ]
         tensors = [x for x in flat if type(x) not in _VALUES]
         device = tensors[0].device.index
         key = [

@@ -75,11 +75,10 @@ class Exchange:
 
     def drop(self, gradients: "Gradients") -> None:
         """Free gradients that all functions have used."""
-        if not gradients.readers:
-            arrived = self.passes[gradients.number]
-            arrived.remove(gradients)
-            if not arrived:
-                del self.passes[gradients.number]
+        arrived = self.passes[gradients.number]
+        arrived.remove(gradients)
+        if not arrived:
+            del self.passes[gradients.number]
 
 
 class Gradients:
@@ -173,7 +172,8 @@ class Gradients:
     def is_read_by(self, i: int) -> None:
         """Note that a function has used these gradients."""
         self.readers.discard(i)
-        self.exchange.drop(self)
+        if not self.readers:
+            self.exchange.drop(self)
 
 
 class Output(torch.autograd.Function):

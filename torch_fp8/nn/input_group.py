@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
-from torch_fp8.autograd.function import only_shape_matters, written_in_backward
+from torch_fp8.autograd.function import only_shape_matters, reshaped, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.delayed_scaling import graph_buffers
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
-from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph, product
+from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
+from torch_fp8.ops.scaled_mm import scaled_matmul
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
@@ -226,8 +227,12 @@ def _output(
         if observer is not None:
             observer.weight(weight, w)
             observer.input(x, a, None)
-        exchange.scales[i] = w.scale
-        return product(a, w, bias, shape, options)
+        assert a is not None
+        exchange.scales[i], fast_accum = w.scale, options.recipe.fprop.fast_accum
+        out_dtype, emulate = options.out_dtype, options.emulate
+        # (M, K) @ (N, K)^T, both along K
+        y = scaled_matmul(a, w, out_dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
+        return reshaped(y, (*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
 
     return Output.apply(*tokens, (i, exchange, compute, reads))
 

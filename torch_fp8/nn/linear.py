@@ -121,7 +121,7 @@ class Float8Layer(FrozenStorage):
         output = member_output(self, operands, options) if is_shared else None
         if output is None:
             output = linear(*operands[:4], options)
-        return operands.output(output)
+        return output if operands.parts is None else operands.output(output)
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import output_dtype, warn_of_decoding
 from torch_fp8.autograd.function import (
@@ -45,6 +45,8 @@ from torch_fp8.tensor.quantizer import (
 )
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class LinearOptions(NamedTuple):
@@ -192,23 +194,13 @@ def fprop(
         y, payloads = linear_in_bf16(x, weight, bias, shape, quantizers, **needs)
         return y, CastOperands(payloads, None, None)
     operands = options.cast(quantizers, x, weight, None if gradients else options.training, **needs)
-    assert operands.weight is not None
-    return product(operands.input.rowwise, operands.weight, bias, shape, options), operands
-
-
-def product(
-    a: QuantizedTensor | None,
-    b: QuantizedTensor,
-    bias: Tensor | None,
-    shape: torch.Size,
-    options: LinearOptions,
-) -> Tensor:
-    """Return y (..., N) from the payloads of the input (M, K) and the weight (N, K)."""
+    a, b = operands.input.rowwise, operands.weight
     assert a is not None
-    fast_accum, emulate = options.recipe.fprop.fast_accum, options.emulate
+    assert b is not None
+    fast_accum, emulate = recipe.fprop.fast_accum, options.emulate
     # (M, K) @ (N, K)^T, both along K
-    y = scaled_matmul(a, b, options.out_dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
-    return reshaped(y, (*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
+    y = scaled_matmul(a, b, dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
+    return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
 
 
 def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
@@ -223,8 +215,9 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
         for name, t in present.items():
             if t.is_inference():
                 present[name] = t.clone()
-    others = [name for name, t in present.items() if type(t) is not Tensor]
-    ctx.split_names = [name for name in others if isinstance(present[name], SplitWeight)]
+    ctx.split_names = [
+        name for name, t in present.items() if type(t) not in _PLAIN and isinstance(t, SplitWeight)
+    ]
     ctx.saved_names = tuple(present)
     ctx.save_for_backward(*present.values())
 

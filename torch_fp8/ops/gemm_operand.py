@@ -22,8 +22,8 @@ gradients after a bias of odd size are unaligned, and would be moved element by 
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Return whether the address of x is a multiple of ALIGNMENT."""
-    return x.data_ptr() % ALIGNMENT == 0
+    """Return whether x starts at a multiple of ALIGNMENT bytes in its memory."""
+    return x.storage_offset() * x.dtype.itemsize % ALIGNMENT == 0
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def aligned_operand(x: QuantizedTensor) -> QuantizedTensor:
     For a scale at an unaligned address cuBLASLt chooses a kernel and then returns
     CUBLAS_STATUS_NOT_SUPPORTED.
     """
-    if not (x.scale.data_ptr() | x.qdata.data_ptr()) % ALIGNMENT:
+    if not (x.qdata.storage_offset() or x.scale.storage_offset()):
         return x
     return QuantizedTensor(aligned(x.qdata), aligned(x.scale), x.granularity)
 
