@@ -219,8 +219,11 @@ FAULTS = {
         "replaced = weight is not operands.weight or bias is not operands.bias",
         "replaced = False",
         "a layer of another dtype stays in its group",
-        "options.out_dtype != of_group.out_dtype",
-        "False",
+        "products = options.out_dtype, options.recipe",
+        "products = of_group.out_dtype, options.recipe",
+        "a layer whose recipe changes in a forward stays in its group",
+        "(of_group.out_dtype, of_group.recipe, of_group.emulate)",
+        "(of_group.out_dtype, options.recipe, of_group.emulate)",
     ),
     (
         "torch_fp8/nn/input_group.py",

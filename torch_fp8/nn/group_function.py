@@ -16,7 +16,7 @@ nevertheless, as from another device, they have a product of their own.
 Legend: M tokens, K in, N out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,6 @@ class Exchange:
         """Return the gradients of the running backward."""
         return self.passes.get(running_backward(), [])
 
-    def drop(self, gradients: "Gradients") -> None:
-        """Free gradients that all functions have used."""
-        arrived = self.passes[gradients.number]
-        arrived.remove(gradients)
-        if not arrived:
-            del self.passes[gradients.number]
-
 
 class Gradients:
     """Gradients of outputs that are multiplied together.
@@ -124,10 +117,6 @@ class Gradients:
             )
         return self._payloads
 
-    def dense(self) -> Tensor:
-        """Return the gradients side by side, (M, N1 + N2 + ...)."""
-        return matrix(joined(list(self.outputs.values())))
-
     @property
     def sizes(self) -> list[int]:
         return [self.exchange.sizes[i] for i in self.outputs]
@@ -153,7 +142,7 @@ class Gradients:
                     g_t, x_t, out_dtype, tokens, fast_accum=wgrad.fast_accum, emulate=emulate
                 )
             else:
-                dense = self.dense()
+                dense = matrix(joined(list(self.outputs.values())))  # (M, N1 + N2 + ...)
                 rows = cast(dense.t() @ x.to(dense.dtype), out_dtype)
             # No views, because the gradients are the users' to write to: (N1 + N2 + ..., K).
             parts = rows.unsafe_split_with_sizes(self.sizes)
@@ -170,10 +159,13 @@ class Gradients:
         return self._rows.pop(i), grad_bias  # autograd copies what something else holds
 
     def is_read_by(self, i: int) -> None:
-        """Note that a function has used these gradients."""
+        """Note that a function has used these gradients, which the last one frees."""
         self.readers.discard(i)
         if not self.readers:
-            self.exchange.drop(self)
+            arrived = self.exchange.passes[self.number]
+            arrived.remove(self)
+            if not arrived:
+                del self.exchange.passes[self.number]
 
 
 class Output(torch.autograd.Function):
@@ -181,12 +173,14 @@ class Output(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of_input: Tensor, of_weight: Tensor, member: tuple[int, Exchange, Any, Any]
+        ctx: Any,
+        of_input: Tensor,
+        of_weight: Tensor,
+        member: tuple[int, Exchange, Callable[[], Tensor], Any],
     ) -> Tensor:
         # The reads of the input live on for the members that are called later.
         ctx.i, ctx.exchange, compute, ctx.reads = member
-        output: Tensor = compute()
-        return output
+        return compute()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:

@@ -91,20 +91,14 @@ class InputGroup:
 
 def _fits(layer: Any, options: LinearOptions) -> bool:
     fp8, weight = getattr(layer, "fp8", None), layer._parameters.get("weight")
-    if fp8 is None or fp8.frozen is not None or not _has_casts(fp8, options):
+    if fp8 is None or fp8.frozen is not None or fp8.recipe != options.recipe:
         return False
     if not (type(weight) is nn.Parameter or isinstance(weight, SplitWeight)):
         return False  # sharded, gathered in FP8, or computed by a hook
     if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
         return False
-    runs = layer.runs_fp8 and not options.recipe.bf16_forward
-    return runs and not is_fsdp_class(type(layer))
-
-
-def _has_casts(other: Any, options: LinearOptions) -> bool:
-    """Return whether a layer's state or options have the recipe of `options`."""
-    alike = other.recipe is options.recipe or other.recipe == options.recipe
-    return alike and other.emulate == options.emulate
+    alike = layer.runs_fp8 and fp8.emulate == options.emulate
+    return alike and not options.recipe.bf16_forward and not is_fsdp_class(type(layer))
 
 
 class Reads:
@@ -140,9 +134,9 @@ class Reads:
             return None
         (i, token, weight, bias), of_group = self.waiting[layer], self.exchange.options
         replaced = weight is not operands.weight or bias is not operands.bias
-        if replaced or not weight.requires_grad or options.out_dtype != of_group.out_dtype:
-            return None
-        if not _has_casts(options, of_group):
+        products = options.out_dtype, options.recipe, options.emulate
+        alike = products == (of_group.out_dtype, of_group.recipe, of_group.emulate)
+        if replaced or not (alike and weight.requires_grad):
             return None
         del self.waiting[layer]
         return i, token
