@@ -21,11 +21,11 @@ _NAMES = {
     "torch_fp8.autograd.current_pass": "saves_nothing warn_once",
     "torch_fp8.autograd.function": "is_saved of_text",
     "torch_fp8.autograd.selective_checkpoint": "ATTENTION CASTS operator_name",
-    "torch_fp8.checkpoint.adopt_checkpoint": "folder_of take_over",
-    "torch_fp8.checkpoint.fold_adapters": "SmoothFold why_not_folded",
-    "torch_fp8.checkpoint.formats": "read_format",
-    "torch_fp8.checkpoint.safetensors_files": "QuantizedFiles SafetensorsFiles",
-    "torch_fp8.checkpoint.whole_folder": "whole_file whole_folder",
+    "torch_fp8.checkpoint.adapters": "SmoothFold why_not_folded",
+    "torch_fp8.checkpoint.adopt": "take_over",
+    "torch_fp8.checkpoint.formats": "FileFormat export_format parse_format",
+    "torch_fp8.checkpoint.files": "SafetensorsFiles folder_of whole_file whole_folder",
+    "torch_fp8.checkpoint.load": "QuantizedFiles read_format",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
     "torch_fp8.conversion.detect_producers": "find_gated_layers find_gated_mlp find_rms_norm",
@@ -242,7 +242,7 @@ _MODULES = {
     "transformer_engine": "torch_fp8.nn.transformer_engine",
     "transpose": "torch_fp8.kernels.transpose",
     "trials_module": "torch_fp8_tools.compare.trials",
-    "whole_folder_module": "torch_fp8.checkpoint.whole_folder",
+    "whole_folder_module": "torch_fp8.checkpoint.files",
 }
 """Modules that tests import; `kernels_` precedes a name that `torch_fp8.ops` has, too."""
 _HOMES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}

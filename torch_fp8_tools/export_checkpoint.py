@@ -16,19 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export import ExportReport, copy_tokenizer, reported, write_quantization
-from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
-from torch_fp8.checkpoint.fold_adapters import AdapterFold
-from torch_fp8.checkpoint.formats import ExportFormat
-from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
-from torch_fp8.checkpoint.safetensors_files import (
-    QuantizedFiles,
-    SafetensorsFiles,
-    parse_size,
-    write_safetensors,
+from torch_fp8.checkpoint.adapters import AdapterFold
+from torch_fp8.checkpoint.export import (
+    ExportReport,
+    write_folder,
+    write_quantization,
 )
-from torch_fp8.checkpoint.stored_names import stored_parts
-from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
+from torch_fp8.checkpoint.exported_tensors import ModelTensors, exported_tensors
+from torch_fp8.checkpoint.files import SafetensorsFiles, copy_tokenizer, parse_size, refuse_existing
+from torch_fp8.checkpoint.formats import export_format
+from torch_fp8.checkpoint.load import QuantizedFiles, built_without_data, check_keys
+from torch_fp8.checkpoint.names import homes_of, stored_parts
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.revert import load_scaling_state_dict
@@ -96,7 +94,7 @@ def export_checkpoint(
         raise ValueError(
             "name the recipe that training used; recipe 'auto' chooses on the training card"
         )
-    ExportFormat(format, config.recipe)
+    export_format(format, config.recipe)
     most, path = parse_size(max_shard_size), refuse_existing(path)
     source = Path(checkpoint)
     if not (source / "config.json").is_file():
@@ -120,15 +118,16 @@ def export_checkpoint(
             for name in BUFFERS if isinstance(layer, Float8Layer) else ():
                 setattr(layer, name, torch.zeros_like(getattr(layer, name), device="cpu"))
         load_scaling_state_dict(model, history)
-    plan = plan_export(model, format, AdapterFold(model, merge=False), tensors)
-    with whole_folder(path) as folder:
-        sizes = write_safetensors(folder, plan.groups, most)
+    written = exported_tensors(model, format, AdapterFold(model, merge=False), tensors)
+
+    def configure(folder: Path) -> None:
         for name in ("config.json", "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        write_quantization(folder, plan)
+        write_quantization(folder, written)
         copy_tokenizer(source, folder)
-    return reported(model, plan, path, sizes)
+
+    return write_folder(model, written, path, most, configure)
 
 
 class _Tensors(ModelTensors):
