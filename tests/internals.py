@@ -32,7 +32,7 @@ _NAMES = {
     "torch_fp8.conversion.expert_layers": "expert_reason",
     "torch_fp8.conversion.forward_precision": "LastSteps",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
-    "torch_fp8.conversion.fused_layers": "share_output",
+    "torch_fp8.conversion.fused_layers": "convert_producers share_output",
     "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
     "torch_fp8.conversion.memory": "expected_bytes_per_param expected_memory",
     "torch_fp8.conversion.report": "matmul_flops",

@@ -96,6 +96,13 @@ def proven_frozen(model: nn.Module) -> Callable[[RunsFP8], bool]:
     return lambda module: adapted and by_hand(module)
 
 
+def all_or_proven(model: nn.Module) -> Callable[[RunsFP8], bool]:
+    """Return `proven_frozen` of a model in which PEFT froze a module, else a true function."""
+    proven = proven_frozen(model)
+    modules = [module for module in model.modules() if isinstance(module, FrozenStorage)]
+    return proven if any(map(proven, modules)) else lambda module: True
+
+
 def by_hand(module: RunsFP8) -> bool:
     """Return whether no weight of a module requires gradients, whatever the reason."""
     return not any(weight.requires_grad for weight in module.fp8_weights)
@@ -111,16 +118,19 @@ def option_that_keeps(config: FP8Config) -> str | None:
     return next((option for option, given in options.items() if given), None)
 
 
-def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
+def freeze_as_configured(
+    model: nn.Module, config: FP8Config, device: torch.device, every: bool = False
+) -> FreezeReport:
     """Freeze the modules of a converted model to which `config.frozen_weights` applies.
 
     With `config.merge_aware`, LoRA layers over them then multiply by merged weights. Norms and MLPs
-    are not reconnected.
+    are not reconnected. With `every`, `all_or_proven` tells which modules are meant.
     """
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
     meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
+    meant = all_or_proven(model) if every else meant
     report = freeze_weights(model, config, device, meant, reconnects=False)
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
