@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -148,22 +147,17 @@ class _Tensors(ModelTensors):
         super().__init__()
         self._files, self._device = files, device
         self._splits = config.keeps_residuals
-        homes = homes_of(model)
-        shapes = {key: getattr(*owners[0]).shape for key, owners in homes.items()}
+        tensors = {key: getattr(*owners[0]) for key, owners in homes_of(model).items()}
+        shapes = {key: tensor.shape for key, tensor in tensors.items()}
         fused = [key for name, m in model.named_modules() for key in expert_weights(name, m)]
         parts = stored_parts(model, shapes, fused)
-        owners_of = {}
-        for key, of_key in parts.items():
-            for part in of_key:
-                matrix = SimpleNamespace(
-                    weight=part.of(torch.empty(shapes[key], device="meta", dtype=torch.float32))
-                )
-                is_part = part.expert is not None
-                owners_of[part.name] = [(matrix, "weight")] if is_part else homes[key]
-        check_keys(model, self._files, owners_of)
-        stored = {id(owners_of[key]): key for key in self._files}
+        expected = {
+            part.name: part.of(tensors[key]) for key, of_key in parts.items() for part in of_key
+        }
+        check_keys(model, files, expected)
+        stored = {id(expected[key]): key for key in files}
         self._places = {
-            key: [stored[id(owners_of[part.name])] for part in of_key]
+            key: [stored[id(expected[part.name])] for part in of_key]
             for key, of_key in parts.items()
         }
 

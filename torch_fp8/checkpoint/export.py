@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.checkpoint.adapters import adapted_layers, fold_of
-from torch_fp8.checkpoint.exported_tensors import (
-    Exact,
-    ExportedTensors,
-    ModelTensors,
-    exported_tensors,
-)
+from torch_fp8.checkpoint.exported_tensors import ExportedTensors, ModelTensors, exported_tensors
 from torch_fp8.checkpoint.files import (
     copy_tokenizer,
     folder_of,
@@ -274,7 +269,7 @@ def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k != "torch_dtype"} | parts | {"dtype": dtype}
 
 
-_IN_BF16 = Exact(
+_IN_BF16 = (
     "has scales from its original checkpoint that are not powers of two, so BF16 cannot hold its "
     "values; use engine='fine-grained'"
 )

@@ -94,13 +94,6 @@ class ModelTensors:
         return self._read(tensor)
 
 
-class Exact(NamedTuple):
-    """BF16 with exactly the values that training multiplies by."""
-
-    otherwise: str
-    """The end of the error if BF16 cannot hold them."""
-
-
 class _Item(NamedTuple):
     """A tensor of a model, and the form in which it is written.
 
@@ -110,7 +103,8 @@ class _Item(NamedTuple):
         module: the module that it belongs to.
         layer: the FP8 layer whose weight it is, or None if it belongs to no FP8 layer.
         parts: the checkpoint's tensors for it.
-        form: FP8 in a format, BF16 with FP8's values, or a plain dtype.
+        form: FP8 in a format; a plain dtype; or BF16 with exactly the values of training, given as
+            the end of the error if BF16 cannot hold them.
     """
 
     key: str
@@ -118,7 +112,7 @@ class _Item(NamedTuple):
     module: nn.Module
     layer: Float8Layer | None
     parts: Sequence[StoredPart]
-    form: FileFormat | Exact | torch.dtype
+    form: FileFormat | str | torch.dtype
 
 
 @dataclass
@@ -183,7 +177,7 @@ class ExportedTensors:
                 continue
             plain = dequantize(payload, PLAIN)
             if not (plain.is_meta or torch.equal(plain.float(), dequantize(payload))):
-                raise ValueError(f"'{key}' {form.otherwise}")
+                raise ValueError(f"'{key}' {form}")
             is_transposed = layer is not None and layer.fp8.transposed
             yield part.name, plain.t() if is_transposed else plain  # (N, K) -> as stored
 
@@ -256,7 +250,7 @@ def exported_tensors(
     fold: AdapterFold,
     source: ModelTensors | None = None,
     *,
-    in_bf16: Exact | None = None,
+    in_bf16: str | None = None,
     paused: bool = False,
 ) -> ExportedTensors:
     """Decide how each tensor of a converted model is written; nothing is computed yet.
@@ -267,8 +261,8 @@ def exported_tensors(
         name: the name of the format, or None if all tensors are plain.
         fold: the adapters to fold into weights or to leave out.
         source: the source of the tensors' values, or None for the model.
-        in_bf16: the form of the weights that the format holds, for an engine that casts them to it
-            itself, and experts in its own way, or None for FP8.
+        in_bf16: the end of the error if BF16 cannot hold the weights that the format holds, for an
+            engine that casts them to it itself, and experts in its own way, or None for FP8.
         paused: whether paused layers count as FP8, as they must for an engine that stays up.
     Raises:
         ValueError: the format cannot hold a layer or express the recipe; the error names both and a
@@ -317,13 +311,13 @@ def exported_tensors(
             if before != key and (key in tied or not is_file):
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None
-            form: FileFormat | Exact | torch.dtype
+            form: FileFormat | str | torch.dtype
             if format is None or (layer is None and (key not in fused or in_bf16 is not None)):
                 form = plain_dtype(model, key, tensor, export.source.dtype(key, tensor))
                 if is_file and form.is_complex:
                     raise ValueError(f"'{key}' is {form}, and engines read no complex tensors")
             elif reason:
-                form = Exact(_NOT_EXACT.format(reason)) if is_fp8 else PLAIN
+                form = _NOT_EXACT.format(reason) if is_fp8 else PLAIN
             else:
                 form = in_bf16 or format
             export.items.append(_Item(key, tensor, module, layer, parts[key], form))

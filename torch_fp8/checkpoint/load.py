@@ -75,10 +75,6 @@ class QuantizedFiles(SafetensorsFiles):
         others = () if format is None else ("activation_scale", "input_scale")
         return (key for key in self.stored if key not in scales and not key.endswith(others))
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self.stored[key].shape)
-
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is used: BF16 for FP8 weights."""
         return torch.bfloat16 if key in self.fp8 else self.stored[key].dtype
@@ -261,7 +257,7 @@ def _load(
     files = QuantizedFiles(path)
     model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
     homes = homes_of(model)
-    check_keys(model, files, homes)
+    check_keys(model, files, {key: getattr(*owners[0]) for key, owners in homes.items()})
     if convert is not None:
         convert(model)
     for key in files:
@@ -312,30 +308,26 @@ def built_without_data(cls: Any, path: Path) -> nn.Module:
     return model
 
 
-def check_keys(
-    model: nn.Module,
-    files: QuantizedFiles,
-    homes: Mapping[str, list[tuple[Any, str]]],
-) -> None:
+def check_keys(model: nn.Module, files: QuantizedFiles, expected: Mapping[str, Tensor]) -> None:
     """Compare the names and shapes of file and model.
 
     Args:
         model: the model.
         files: the checkpoint.
-        homes: the result of `homes_of`.
+        expected: the model's tensors by name; tied ones are the same object.
     Raises:
         ValueError: they differ; the error names the first differences.
     """
     what = f"the checkpoint {str(files.path)!r} does not fit {type(model).__name__}"
     why = "nothing was loaded; use from_pretrained for models whose checkpoints have other names"
-    present = {id(homes[key]) for key in files if key in homes}
-    missing = [name for name, owners in homes.items() if id(owners) not in present]
-    unknown = [key for key in files if key not in homes]
+    present = {id(expected[key]) for key in files if key in expected}
+    missing = [name for name, tensor in expected.items() if id(tensor) not in present]
+    unknown = [key for key in files if key not in expected]
     if missing or unknown:
         lacks = f"it is missing {missing[0]!r} and {len(missing) - 1} more" if missing else ""
         has = f"it has unexpected {unknown[0]!r} and {len(unknown) - 1} more" if unknown else ""
         raise ValueError(f"{what}: {' and '.join(filter(None, (lacks, has)))}; {why}")
     for key in files:
-        shape, expected = files.shape(key), tuple(getattr(*homes[key][0]).shape)
-        if shape != expected:
-            raise ValueError(f"{what}: {key!r} has shape {shape}, not {expected}; {why}")
+        shape, fitting = tuple(files.stored[key].shape), tuple(expected[key].shape)
+        if shape != fitting:
+            raise ValueError(f"{what}: {key!r} has shape {shape}, not {fitting}; {why}")

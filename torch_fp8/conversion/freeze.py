@@ -18,8 +18,8 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
-    all_or_proven,
     freeze_weights,
+    meant_to_freeze,
     option_that_keeps,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
@@ -64,7 +64,7 @@ def freeze(
         report = convert(model, config, device, freezes=True).frozen
     else:
         target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
-        report = freeze_weights(model, config, target, all_or_proven(model))
+        report = freeze_weights(model, config, target, meant_to_freeze(model, config, every=True))
     guard(model)
     return report
 
