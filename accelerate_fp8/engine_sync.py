@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accelerate_fp8.trainer import warn_once
 from torch_fp8 import weights_for_engine
-from torch_fp8.checkpoint.fold_adapters import why_not_folded
+from torch_fp8.checkpoint.adapters import why_not_folded
 from torch_fp8.nn.layer_filter import quantized_by
 from torch_fp8.nn.linear import Float8Layer
 

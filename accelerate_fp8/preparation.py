@@ -18,7 +18,7 @@ from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.monitoring import Monitoring
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, bare
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
+from torch_fp8.checkpoint.adopt import take_over
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.selection import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import SAMPLES, holding, is_engine_chosen
-from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.checkpoint.adopt import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.optim.merged_state import whole_weights
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"

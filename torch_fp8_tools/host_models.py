@@ -39,7 +39,7 @@ def model_folder(name: str | Path) -> Path | None:
     Args:
         name: a folder, or the name of a model on the Hugging Face hub such as ``org/model``.
     """
-    from torch_fp8.checkpoint.adopt_checkpoint import folder_of
+    from torch_fp8.checkpoint.files import folder_of
 
     with contextlib.suppress(ImportError):
         importlib.import_module("huggingface_hub")

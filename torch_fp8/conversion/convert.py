@@ -18,7 +18,7 @@ from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
-from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
+from torch_fp8.conversion.frozen_layers import freeze_as_configured
 from torch_fp8.conversion.fused_layers import (
     Producers,
     convert_producers,
@@ -92,6 +92,13 @@ def convert_to_float8(
     """
     config = config_or_default(config)
     check_arguments(convert_to_float8, locals())
+    return convert(model, config, device)
+
+
+def convert(
+    model: nn.Module, config: FP8Config, device: torch.device | str | None, freezes: bool = False
+) -> ConversionReport:
+    """Convert as `convert_to_float8`; `freezes`: freeze as `torch_fp8.freeze`."""
     refuse_share(config, "convert_to_float8")
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
@@ -104,7 +111,16 @@ def convert_to_float8(
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     converted, experts, skipped = _swap(model, products, own, choice, config, recipe, target)
     heads = convert_output_layers(model, config, frozen_output_layers(model, config))
-    frozen, fused = _finish(model, config, target, bool(converted))
+    fuses = bool(converted) and not _is_te(config)
+    if not fuses:
+        revert_producers(model)
+    frozen = freeze_as_configured(model, config, target, freezes)
+    fused = convert_producers(model, config) if fuses else Producers()
+    place_regions(model)
+    take_adapters(model)
+    keep_scaling_local(model)
+    share_saturation(model)
+    watch_first_steps(model)
     defer_logits(model)  # replaces forwards, which conversion otherwise takes for the user's
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
@@ -208,23 +224,6 @@ def _swap(
             stacklevel=3,
         )
     return converted, experts, skipped
-
-
-def _finish(
-    model: nn.Module, config: FP8Config, target: torch.device, has_layers: bool
-) -> tuple[FreezeReport, Producers]:
-    """Freeze weights as configured, then let norms and gated MLPs cast for the next layers."""
-    fuses = has_layers and not _is_te(config)
-    if not fuses:
-        revert_producers(model)
-    frozen = freeze_as_configured(model, config, target)
-    fused = convert_producers(model, config) if fuses else Producers()
-    place_regions(model)
-    take_adapters(model)
-    keep_scaling_local(model)
-    share_saturation(model)
-    watch_first_steps(model)
-    return frozen, fused
 
 
 def conversion_report(
