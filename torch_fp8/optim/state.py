@@ -85,24 +85,23 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
-    large, dtype = is_large(parameter), small_dtype(parameter)
+    large, like = is_large(parameter), local(parameter)
+    cls, dtype = (Float8Moment, torch.float32) if large else (Tensor, small_dtype(parameter))
     for name, format in MOMENT_FORMATS.items():
         value = state[name]
         shard = local(value)
-        is_plain = value.dtype == dtype and shard.__class__ is Tensor
-        settled = isinstance(shard, Float8Moment) if large else is_plain
-        if settled and shard.shape == local(parameter).shape:
+        if shard.__class__ is cls and shard.dtype == dtype and shard.shape == like.shape:
             continue
-        if value.shape not in (parameter.shape, local(parameter).shape):
+        if value.shape not in (parameter.shape, like.shape):
             raise ValueError(
                 f"optimizer.state[p][{name!r}] has shape {tuple(value.shape)}, but p has "
                 f"{tuple(parameter.shape)}; assign one of the same shape"
             )
         if large:
-            target = Float8Moment.zeros(local(parameter), format)
+            target = Float8Moment.zeros(like, format)
             target.store(shard)
         else:
-            target = plain(shard).to(local(parameter).device, dtype)
+            target = plain(shard).to(like.device, dtype)
         state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 
