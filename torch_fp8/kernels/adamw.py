@@ -96,6 +96,9 @@ class _Class(NamedTuple):
         }
 
 
+_KINDS: dict[_Class, _Class] = {}
+
+
 def adamw_step(
     entries: Sequence[Entry], lr_multipliers: Sequence[Tensor | None] | None = None
 ) -> None:
@@ -183,10 +186,14 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
 def _classes(entries: Sequence[Entry]) -> dict[_Class, list[int]]:
     """Map each class to the indices of its entries; empty matrices belong to no class."""
     classes: dict[_Class, list[int]] = {}
+    last, chosen = None, list[int]()
     for i, (matrix, _) in enumerate(entries):
         fixed = _fixed(matrix)
         if fixed.numel:
-            classes.setdefault(fixed.kind(matrix), []).append(i)
+            kind = fixed.kind(matrix.grad)
+            if kind is not last:  # hash it once for a run of matrices
+                last, chosen = kind, classes.setdefault(kind, [])
+            chosen.append(i)
     return classes
 
 
@@ -218,13 +225,13 @@ class Fixed:
         self._whole_groups = row_length == cols and cols % GROUP_SIZE == 0
         self._kinds: dict[tuple[torch.dtype, bool], _Class] = {}
 
-    def kind(self, matrix: WeightMatrix) -> _Class:
-        """Return the class of the matrix with its current gradient."""
-        grad: Any = matrix.grad
+    def kind(self, grad: Any) -> _Class:
+        """Return the class of the matrix with a gradient."""
         grad = grad.qdata if grad.__class__ is GradientParts else grad
         key = grad.dtype, (self._addresses | grad.data_ptr()) % 16 == 0
         if key not in self._kinds:
-            self._kinds[key] = self._kind(*key)
+            kind = self._kind(*key)
+            self._kinds[key] = _KINDS.setdefault(kind, kind)
         return self._kinds[key]
 
     def _kind(self, grad: torch.dtype, aligned: bool) -> _Class:
@@ -238,7 +245,7 @@ class Fixed:
 
 
 def _class_of(matrix: WeightMatrix) -> _Class:
-    return _fixed(matrix).kind(matrix)
+    return _fixed(matrix).kind(matrix.grad)
 
 
 def _fixed(matrix: WeightMatrix) -> Fixed:
@@ -261,7 +268,8 @@ def _tables(
         programs P.
     """
     fixed = [_fixed(matrix) for matrix, _ in entries]
-    template_of = _template if all([m.memo for m, _ in entries]) else _template.__wrapped__
+    once = None in [matrix.memo for matrix, _ in entries]
+    template_of = _template.__wrapped__ if once else _template
     template, first = template_of(tuple(fixed), kind)
     device = entries[0][0].weight.device
     # Pinned: a copy from pageable memory would wait for the kernels before it.

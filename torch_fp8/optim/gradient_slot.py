@@ -207,10 +207,8 @@ def detach_slots(optimizer: Optimizer) -> None:
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
     """Return the slot of a parameter, if it has one."""
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        if isinstance(hook, GradientSlot):
-            return hook
-    return None
+    hooks = parameter._post_accumulate_grad_hooks
+    return next((h for h in hooks.values() if isinstance(h, GradientSlot)), None) if hooks else None
 
 
 def remove_slot(parameter: Tensor) -> None:

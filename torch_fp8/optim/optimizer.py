@@ -79,13 +79,10 @@ class Float8Optimizer(ConvertedOptimizer):
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step the parameters of some `indexed_parameters` that have a gradient."""
         large, small = list[Entry](), list[Entry]()
-        grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
-        with_grads = [entry for entry in grads if entry[3] is not None]
-        # Kernels write without torch's knowledge, and shards have their own version counters.
-        # Increment the versions so that a graph which saved the old value raises an error. Payloads
-        # of the new value are kept after this.
-        torch.autograd.graph.increment_version([p for _, _, p, _ in with_grads])
-        for index, group, parameter, grad in with_grads:
+        for index, group, parameter in indexed:
+            grad = stored_grad(parameter)
+            if grad is None:
+                continue
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             grad = settled_gradient(parameter, grad)
@@ -97,6 +94,10 @@ class Float8Optimizer(ConvertedOptimizer):
                     settle_weight(parameter, halves, self.fp8_config.seed, state, index)
             entry = Entry(index, group, parameter, state, grad, halves, matrix)
             (large if matrix is not None or is_large(parameter) else small).append(entry)
+        # Kernels write without torch's knowledge, and shards have their own version counters.
+        # Increment the versions so that a graph which saved the old value raises an error. Payloads
+        # of the new value are kept after this.
+        torch.autograd.graph.increment_version([entry.parameter for entry in (*large, *small)])
         if large:
             one = torch.ones((), dtype=torch.float32, device="cpu")  # not one for each
             torch._foreach_add_([entry.state["step"] for entry in large], one, alpha=1)
@@ -111,10 +112,6 @@ class Float8Optimizer(ConvertedOptimizer):
             state.update(new_state(parameter))
         if not state["step"].is_cpu:
             state["step"] = state["step"].cpu()
-        device = parameter.device
-        for name, value in state.items():
-            if name != "step" and value.device != device:
-                state[name] = value.to(device)
         settle_moments(parameter, state)
 
     def set_config(self, config: FP8Config) -> None:

@@ -76,7 +76,7 @@ def new_state(parameter: Tensor) -> State:
 
 
 def settle_moments(parameter: Tensor, state: State) -> None:
-    """Convert moments that were assigned or written outside to the form that the step needs.
+    """Bring moments that were assigned or moved outside to the form and device of the step.
 
     Args:
         parameter: the parameter.
@@ -89,6 +89,8 @@ def settle_moments(parameter: Tensor, state: State) -> None:
     cls, dtype = (Float8Moment, torch.float32) if large else (Tensor, small_dtype(parameter))
     for name, format in MOMENT_FORMATS.items():
         value = state[name]
+        if value.device != like.device:
+            value = state[name] = value.to(like.device)
         shard = local(value)
         if shard.__class__ is cls and shard.dtype == dtype and shard.shape == like.shape:
             continue

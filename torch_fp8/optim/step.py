@@ -129,8 +129,9 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
     amaxes = [matrix.amax for matrix, *_ in prepared if matrix.amax is not None]
     if amaxes:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
-    for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
-        _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
+    devices = [matrix.weight.device for matrix, *_ in prepared]
+    for device in dict.fromkeys(devices):
+        _step_on(device, [p for p, x in zip(prepared, devices, strict=True) if x == device], config)
     for matrix, _, _, write_back, halves in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
@@ -175,7 +176,8 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
     if on_card:
         adamw_step(entries, multipliers)
         return
-    for (matrix, scalars), multiplier in zip(entries, multipliers or [None] * len(entries)):
+    multipliers = multipliers or [None] * len(entries)
+    for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
         adamw_step_reference(matrix, scalars, multiplier)
 
 

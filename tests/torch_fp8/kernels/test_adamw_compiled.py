@@ -178,5 +178,7 @@ def test_a_kept_table_takes_the_gradients_and_scalars_of_each_step(grad):
         key = Record._fields.index("key0")
         keys = [list(stream_keys(i, after=step)) for i in range(2)]
         assert old[0][:, key : key + 2].tolist() == keys
+        sizes = old[0][:, Record._fields.index("step_size")].int().view(torch.float32)
+        assert sizes.tolist() == pytest.approx([1e-3, 2e-3])
         assert new[2] == old[2] == 1 + 600 * 2 // adamw.CHUNK + 1
     assert adamw._template.cache_info().hits
