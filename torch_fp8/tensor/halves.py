@@ -111,6 +111,8 @@ class Halves:
         cast, payload: a cast of `high`, and its result when `filled` was the version, which the
             optimizer's step renews in place, or None if it is not kept. Read it by
             `current_payload`.
+        matrix: kernel arguments of an optimizer's step that made `stepped`, while that is the
+            version and these tensors are the same, or None.
     """
 
     def __init__(
@@ -124,9 +126,9 @@ class Halves:
     ) -> None:
         self.high, self.residual, self.bits, self.amax = high, residual, bits, amax
         self.cast, self.payload = cast, payload
-        self.version = self.measured = self.filled = next(VERSIONS)
+        self.version = self.measured = self.filled = self.stepped = next(VERSIONS)
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
-        self.matrix: Any = None  # of the optimizer's last step
+        self.matrix: Any = None
 
     @staticmethod
     @torch.no_grad()
@@ -142,7 +144,7 @@ class Halves:
         """Keep the amax from step to step, for casts with one scale."""
         with torch.inference_mode(False):
             self.amax = torch.zeros((), dtype=torch.float32, device=self.high.device)
-        self.measured = 0
+        self.measured = self.stepped = 0
 
     def current_amax(self) -> Tensor | None:
         """Return the amax, always in the memory that graphs read, or None if it is not kept."""
@@ -162,7 +164,7 @@ class Halves:
         if cast != self.cast:
             with torch.inference_mode(False):
                 self.payload = None if cast is None else cast.empty(self.high)
-            self.cast, self.filled = cast, 0
+            self.cast, self.filled, self.stepped = cast, 0, 0
 
     def current_payload(self, cast: PayloadCast | None) -> QuantizedTensor | None:
         """Return the payload, always in the same memory, which graphs read.
