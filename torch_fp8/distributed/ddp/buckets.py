@@ -13,9 +13,9 @@ bucket before that. The call for the last bucket finishes all buckets; the call 
 bucket finishes its own. This order is the same on all ranks. On CUDA everything runs on a separate
 stream, and the computing stream waits for it at the end of backward.
 
-If other gradients are averaged beside DDP (`fp8_grad_reducer`) in the same process group, their
-collectives come first, and buckets that are ready earlier wait. Ranks may become ready in different
-orders, so they need one fixed order.
+If other gradients are averaged outside DDP (`fp8_grad_reducer`) in the same process group, their
+collectives come first, and buckets that are ready earlier wait. Gradients may become ready in
+another order on each rank, but all ranks must run their collectives in the same order.
 
 Gradients without an 8-bit form (sparse or float64) are averaged as without the hook. Ranks that
 have joined (uneven inputs) send zeros, and the average counts them, as with torch's own hooks.
@@ -76,8 +76,7 @@ class QuantizedAllReduce:
         group: DDP's process group, of more than one rank.
         goes_first: `Float8GradReducer.goes_first` of this DDP's other gradients, or None if there
             are none.
-        exchanges: the choice whether gradients travel in 8 bits or in their dtype, or None for 8
-            bits.
+        exchanges: the choice between 8 bits and the gradients' own dtype, or None for 8 bits.
     """
 
     def __init__(

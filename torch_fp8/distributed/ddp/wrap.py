@@ -7,8 +7,8 @@
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
     connect_ddp(ddp, [optimizer], config)
 
-At all levels gradients are views of DDP's buckets (``gradient_as_bucket_view``), because they would
-exist twice otherwise, and a communication hook averages them in 8 bits
+At all levels gradients are views of DDP's buckets (``gradient_as_bucket_view``), because otherwise
+they would exist twice, and a communication hook averages them in 8 bits
 (`torch_fp8.distributed.ddp.buckets`), unless the user has registered a hook. At O3 DDP ignores
 the weights with 8-bit gradients, and `torch_fp8.distributed.ddp.fp8_grad_reducer` averages them.
 Every rank gets rank 0's residuals, as it gets rank 0's weights.
@@ -123,9 +123,9 @@ def connect_ddp(
     """Have DistributedDataParallel average gradients in FP8 from the next forward on.
 
     Our communication hook averages the gradients in DDP's buckets, unless you register another hook
-    before the first forward. The 8-bit gradients that `ddp_options` excluded from DDP are averaged
-    beside it in any case. With ``communication="off"`` both travel in their own dtype. A second
-    call for the same DistributedDataParallel changes nothing.
+    before the first forward. The 8-bit gradients that `ddp_options` excluded from DDP are always
+    averaged here. With ``communication="off"`` both travel in their own dtype. A second call for
+    the same DistributedDataParallel changes nothing.
 
     Args:
         ddp: the DistributedDataParallel, or its torch.compile wrapper.
@@ -139,7 +139,7 @@ def connect_ddp(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: ranks have different configurations, versions or FP8 layers; DDP has an option
-            that `ddp_options` was not given.
+            that was not passed to `ddp_options`.
     """
     check_arguments(connect_ddp, locals())
     ddp = without_compiler(ddp)
@@ -186,7 +186,7 @@ def connect_ddp(
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
-    """Return the choice for DDP's exchange; `agree`: compare configurations first."""
+    """Return the choice for DDP's exchange; if `agree`, compare configurations first."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     groups = {"average": group}
     if agree and measured_groups(config, groups, device):
