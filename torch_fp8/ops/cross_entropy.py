@@ -204,7 +204,7 @@ def cross_entropy_quantize(
         Payload (M, V') and its transpose (V, M'), where V' and M' are V and M rounded up to
         multiples of 16, with zeros there and at the labels; (3, M) float32: the sums over the other
         classes of the gradient and of the payload's values, and the label's gradient; the
-        gradient's sums (V,) float32 over the tokens. None: not requested.
+        gradient's sums (V,) float32 over the tokens. Results that were not requested are None.
     """
     row, col, sums, of_bias = _quantize_fake(
         logits, terms, form, payload_scale, rowwise, columnwise, wants_bias
