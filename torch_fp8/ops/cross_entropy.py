@@ -14,7 +14,7 @@ is float32.
 **FP8.** The gradient is cast to E5M2 with one power-of-two scale. The gradient of a cross entropy
 without other factors is softmax minus one-hot, bounded by 1, so that its scale is a constant. E5M2
 has two bits of mantissa: in a flat softmax every p is rounded the same way, and the sum of a row
-would be off by up to 6 %; the element of the label is as large as all others together, and its
+would be off by up to 11 %; the element of the label is as large as all others together, and its
 rounding alone would be off by as much. So the payload is 0 at the label, whose gradient is returned
 in float32, and `balance` corrects the row for what rounding has changed in its sum.
 

@@ -127,8 +127,8 @@ class DDPReport:
     Attributes:
         num_ranks: the number of ranks.
         reason: the reason why DDP's buckets are not averaged in FP8, or None if they are.
-        num_fp8_gradients: the number of weights with 8-bit gradients (O3), averaged outside DDP.
-        fp8_exchange: whether these 8-bit gradients travel in FP8.
+        num_fp8_gradients: the number of weights whose gradients are averaged outside DDP.
+        fp8_exchange: whether these gradients travel in FP8.
         note: a note on the choice of ``communication="auto"``; empty if it made none.
     """
 

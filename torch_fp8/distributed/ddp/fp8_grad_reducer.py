@@ -1,11 +1,12 @@
 """Averaging of 8-bit gradients over the ranks of DistributedDataParallel during backward.
 
-DDP's reducer needs plain gradients in its buckets, a permanent 2 bytes per parameter. Weights with
-8-bit gradients are therefore on its ignore list and averaged here. When a gradient becomes ready,
-it is quantized and the plain tensor is freed. Several gradients form a bucket, which is sent as
-messages; the returned codes and scales replace those in ``p.grad``
-(`torch_fp8.distributed.ddp.buckets`). With ``communication="off"`` each gradient is sent in
-its dtype, and the average is quantized.
+DDP's reducer needs plain gradients of the Parameter's dtype in its buckets, which are permanent.
+Weights with 8-bit gradients, and weights in two halves, which would need 4 bytes there, are
+therefore on its ignore list and averaged here (`torch_fp8.distributed.ddp.wrap`). When a gradient
+becomes ready, it is quantized and the plain tensor is freed. Several gradients form a bucket, which
+is sent as messages; the returned codes and scales replace those in ``p.grad``
+(`torch_fp8.distributed.ddp.buckets`). With ``communication="off"`` each gradient is sent in its
+dtype, and at O3 the average is quantized.
 
 * Collectives run in one order on all ranks: in the first step the module's order, reversed, then
   the order in which rank 0's gradients became ready. DDP's own collectives in the same process
