@@ -84,7 +84,7 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Return the weights in the form that an engine with this configuration expects.
 
     Raises:
-        ValueError: the engine would multiply by weights that it does not make from those it gets.
+        ValueError: the engine would not multiply by the weights that it receives.
     """
     quantization = _of(config, "quantization")
     stored = _of(_of(config, "hf_config"), "quantization_config")

@@ -90,7 +90,7 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """Extend ``Trainer._wrap_model``: refuse what the Trainer does past Accelerate.
+    """Extend ``Trainer._wrap_model``: refuse a wrapper that bypasses Accelerate.
 
     Raises:
         ValueError: one process sees several GPUs, so the Trainer would use DataParallel.

@@ -77,9 +77,9 @@ _REMOVED = dict.fromkeys(
     "and in training, without any call",
 ) | dict.fromkeys(
     ("CommunicationCount", "count_communication"),
-    "take torch.profiler, or tests/comm_counter.py of the repository",
+    "use torch.profiler, or tests/comm_counter.py of the repository",
 )
-"""Names that were public, and what to take in place of each."""
+"""Names that were public, and what to use instead of each."""
 
 __all__ = sorted([*_HOMES, "__version__"])
 

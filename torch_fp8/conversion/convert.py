@@ -74,10 +74,10 @@ def convert_to_float8(
 
     Args:
         model: any module; it may itself be an ``nn.Linear``.
-        config: a configuration or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else
-            ``FP8Config()``.
-        device: device on which the model will run. Its capability is checked, and recipe ``auto``
-            measures there (`torch_fp8.conversion.autotune`). None: the model's device.
+        config: a configuration or the name of a recipe, or None for ``TORCH_FP8_CONFIG`` if set,
+            else ``FP8Config()``.
+        device: device on which the model will run, or None for the model's device. Its capability
+            is checked, and recipe ``auto`` measures there (`torch_fp8.conversion.autotune`).
     Returns:
         A report of the converted modules, the skipped ones with reasons, and the share of the
         matmul FLOPs that run in FP8. It also names `skip` patterns that match no module.

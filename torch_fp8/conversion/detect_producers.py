@@ -203,7 +203,7 @@ def _tried(
 def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:
     """Yield the parts that layers of these sizes can have in a gated MLP.
 
-    A layer that is not `alone`, but inside another module, tells nothing about that one's output.
+    A layer that is not `alone`, but inside another module, doesn't show that module's output size.
     """
     for down, layer in layers.items():
         inputs = tuple(name for name in layers if name != down)

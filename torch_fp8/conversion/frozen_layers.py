@@ -41,7 +41,7 @@ class FreezeReport:
 
     Attributes:
         frozen: qualified names of the layers and expert weights that are stored as FP8 only.
-        kept: (name, reason) pairs of the other weights that were meant.
+        kept: (name, reason) of each weight that should have been frozen, too, but was not.
         recipe: recipe of the frozen layers, or None if nothing is frozen.
         num_params: number of elements of the frozen weights, on this rank.
         bytes_before, bytes_after: bytes of the frozen weights, with scales, on this rank.
@@ -278,9 +278,9 @@ def share_equal_weights(models: Iterable[nn.Module]) -> tuple[int, int]:
     """Let the frozen weights of several models that have equal bytes and scales share memory.
 
     Args:
-        models: any models; of equal weights, the memory of the first one is kept.
+        models: any models; several equal weights use the memory of the first one.
     Returns:
-        The number of weights that now use the memory of another one, and of the bytes freed.
+        The number of weights that now use the memory of another one, and the number of bytes freed.
     """
     known: dict[Hashable, list[FrozenPayload]] = {}
     num_weights = num_bytes = 0

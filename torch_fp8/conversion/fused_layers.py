@@ -43,8 +43,9 @@ _MLP = Float8GatedMLP, MLPFP8, find_gated_mlp
 _OUTPUT = re.compile(r"(o|wo|out|output|dense|proj|c_proj|to_out)(_proj|_lin)?|\d+")
 """Names of the layers that read the result of a block, not its input, although their sizes fit.
 
-Numbered layers read one another's results. A reader of the input that is left out runs alone, and a
-layer in a group that does not read its input runs alone, too, but the summary counts it.
+Numbered layers read one another's results. A wrong guess changes no result: a reader that is left
+out runs alone, and so does a layer in a group that reads something else, although the summary
+counts it.
 """
 
 
@@ -106,9 +107,9 @@ def revert_producers(model: nn.Module) -> None:
 
 
 def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | None:
-    """Return the quantizer with which the FP8 layers of `_layers_beside` cast their input.
+    """Return the quantizer with which the FP8 layers of `_layers_beside` cast their input, or None.
 
-    None if there are no such layers, as for the last norm of a model, whose output is the model's.
+    There are no such layers next to the last norm of a model, for example.
     """
     layers = [layer for group in groups for layer in group]
     if not layers:

@@ -1,4 +1,4 @@
-"""Conversion of output layers, which then return logits that their loss needs no memory for."""
+"""Conversion of output layers, whose loss then needs no memory for logits."""
 
 from collections.abc import Container
 from typing import Any
@@ -37,8 +37,8 @@ def convert_output_layers(
         config: configuration of the model.
         frozen: names of the layers that run in FP8 because their weights are frozen.
     Returns:
-        what computes the loss of each, ``bf16``, ``fp8``, ``liger`` or ``trl`` (these libraries, in
-        the model's forward), by the layer's qualified name.
+        How the loss of each layer is computed, by the layer's qualified name: in ``bf16`` or
+        ``fp8``, or by ``liger`` or ``trl`` (these libraries, in the model's forward).
     """
     if config.loss_head == "off" or config.backend != "torch":
         return {}
@@ -62,8 +62,8 @@ def frozen_output_layers(model: nn.Module, config: FP8Config) -> dict[str, Any]:
 
     Their weights are frozen, and other parameters of the model are trained: a model that trains
     nothing is often the reference of a trained one, whose output layer it has to match. Layers that
-    already run in FP8 keep it as long as their weights are frozen. Liger Kernel's and TRL's losses
-    read the weight, and take it in BF16.
+    already run in FP8 stay there as long as their weights are frozen. Liger Kernel's and TRL's
+    losses read the weight, and read it in BF16.
     """
     if config.loss_head != "auto" or config.backend != "torch":
         return {}

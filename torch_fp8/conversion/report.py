@@ -119,7 +119,7 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
-        loss_heads: what computes the loss of output layers without logits in memory, ``bf16``,
+        loss_heads: how the loss of output layers is computed without logits in memory, ``bf16``,
             ``fp8``, ``liger`` (Liger Kernel) or ``trl`` (TRL), by qualified name.
         groups: qualified names of the layers that read one input and share the products of their
             backward, one tuple for each group.
@@ -184,8 +184,8 @@ class ConversionReport:
         Args:
             model: model for the line about bytes per parameter, or None without such a line.
             optimizers: optimizers that train it, as far as they are known.
-            optimizer_reports: reports of `torch_fp8.convert_optimizer`. None: it was not called
-                yet, which the summary mentions at O2 and O3.
+            optimizer_reports: reports of `torch_fp8.convert_optimizer`, or None if it was not
+                called yet, which the summary mentions at O2 and O3.
             communication: report about traffic between ranks, from `torch_fp8.distributed`, or None
                 in a single process.
         """

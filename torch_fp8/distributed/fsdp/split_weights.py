@@ -88,7 +88,7 @@ def _split(parameter: DTensor, param: Any) -> None:
 def _sum_in_float32(group: Any) -> None:
     """Have FSDP2 sum the gradients of a group that it does not reduce yet in float32.
 
-    It sums them in the dtype in which it reduces. In BF16 a sum of 512 falls a third short.
+    FSDP2 sums them in the dtype in which it reduces. In BF16 a sum of 512 comes out a third short.
     """
     policy = group.mp_policy
     if policy.param_dtype is not None and policy.reduce_dtype in (None, policy.param_dtype):
@@ -97,9 +97,9 @@ def _sum_in_float32(group: Any) -> None:
 
 
 def _accumulate(group: Any, param: Any) -> None:
-    """Add a micro-batch's gradient, after its backward, and round the last sum as FSDP2 reduces it.
+    """Add a micro-batch's gradient after its backward; round the last sum to the gradients' dtype.
 
-    FSDP2 widens gradients by `reduce_dtype` later, and all that it reduces must have one dtype.
+    FSDP2 converts gradients to `reduce_dtype` later, and all that it reduces must have one dtype.
     """
     type(param).accumulate_unsharded_grad_if_needed(param)
     if not group.reduce_grads:
