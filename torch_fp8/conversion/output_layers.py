@@ -42,15 +42,15 @@ def convert_output_layers(
     """
     if config.loss_head == "off" or config.backend != "torch":
         return {}
-    others, heads = _others(model), {}
+    others, heads = fused_by_others(model), {}
     for name, module in find_output_layers(model).items():
         named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
         if named or high_precision_pattern(name, config) or _has_own_products(name, config):
             continue
-        if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
+        if module in others:
+            heads[name] = others[module]
             continue
-        if id(module) in others:
-            heads[name] = others[id(module)]
+        if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
             continue
         add_loss_head(module, name, model, was_frozen=name in frozen)
         heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
@@ -68,19 +68,22 @@ def frozen_output_layers(model: nn.Module, config: FP8Config) -> dict[str, Any]:
     if config.loss_head != "auto" or config.backend != "torch":
         return {}
     trains = any(p.requires_grad for p in model.parameters())
-    others = _others(model)
+    others = fused_by_others(model)
     return {
         name: module
         for name, module in find_output_layers(model).items()
         if not module.weight.requires_grad and (trains or isinstance(module, Float8Layer))
-        if id(module) not in others
+        if module not in others
     }
 
 
-def _others(model: nn.Module) -> dict[int, str]:
-    """Return the libraries whose own losses replace output layers, by the layers' ids."""
+def fused_by_others(model: nn.Module) -> dict[Any, str]:
+    """Return the output layers whose weight another library's loss reads, with the library.
+
+    These layers stay in high precision, so that generation computes the logits that are trained.
+    """
     return {
-        id(output_layer(module)): "trl" if _is_trls(module) else "liger"
+        output_layer(module): "trl" if _is_trls(module) else "liger"
         for module in model.modules()
         if is_ligers(module) or _is_trls(module)
     }

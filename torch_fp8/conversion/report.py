@@ -78,6 +78,8 @@ def _weights(model: nn.Module, module: nn.Module) -> Iterator[tuple[float, bool,
         yield parameter.numel() * share, parameter.requires_grad, of_experts
 
 
+NAMES = {"liger": "Liger Kernel", "trl": "TRL"}
+"""Libraries with losses of their own, by the kinds of `ConversionReport.loss_heads`."""
 _FASTER = 2.0
 """Largest speedup of an FP8 GEMM over a BF16 GEMM."""
 
@@ -111,7 +113,8 @@ class ConversionReport:
         producers: qualified names of the norms and gated MLPs that emit FP8.
         choice: measurement behind the recipe of ``auto``, or None for a named recipe.
         frozen: layers whose weights are stored as FP8 only.
-        num_liger: number of modules that Liger Kernel computes, such as norms and MLPs.
+        num_liger: number of modules that Liger Kernel computes, such as MLPs with GELU.
+        num_liger_fused: number of its norms and gated MLPs that run as `producers` instead.
         overridden: recipes of the layers with `config.overrides`, by qualified name.
         unused_overrides: patterns of `config.overrides` that match no module.
         unfused: qualified names of norms and gated MLPs that return plain tensors because the
@@ -137,6 +140,7 @@ class ConversionReport:
     choice: RecipeChoice | None = None
     frozen: FreezeReport = NOTHING
     num_liger: int = 0
+    num_liger_fused: int = 0
     overridden: Mapping[str, Recipe] = field(default_factory=dict)
     unused_overrides: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
@@ -252,6 +256,11 @@ class ConversionReport:
                 f"  fused     {number} {noun} with FP8 outputs; tensors for backward are saved "
                 f"{storage}"
             )
+        if self.num_liger_fused:
+            yield (
+                f"  liger     {self.num_liger_fused} of these replace Liger Kernel's, which do not "
+                "write FP8"
+            )
         if self.groups:
             sizes = Counter(map(len, self.groups))
             groups = ", ".join(
@@ -281,9 +290,15 @@ class ConversionReport:
 
     def _loss_head_lines(self) -> Iterator[str]:
         ours = "cross entropy in chunks, products in {}, without logits in memory"
-        others = {"liger": "as Liger Kernel computes it", "trl": "as TRL computes it"}
         for name, kind in self.loss_heads.items():
-            yield f"  loss head {name}: {others.get(kind, ours.format(kind.upper()))}"
+            text = ours.format(kind.upper())
+            if kind in NAMES:
+                more = "four products, as it computes logits twice" if kind == "trl" else "three"
+                text = (
+                    f"{NAMES[kind]}'s own, in chunks, in high precision ({more}); loss_head="
+                    f"{self.config.loss_head!r} does not apply to it"
+                )
+            yield f"  loss head {name}: {text}"
 
     def _high_precision_lines(self) -> Iterator[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in

@@ -9,8 +9,8 @@ from torch import nn
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import expert_reason, routers
 from torch_fp8.conversion.layer_options import high_precision_pattern
-from torch_fp8.conversion.output_layers import frozen_output_layers
-from torch_fp8.conversion.report import SkippedModule
+from torch_fp8.conversion.output_layers import frozen_output_layers, fused_by_others
+from torch_fp8.conversion.report import NAMES, SkippedModule
 from torch_fp8.nn.layer_filter import (
     ADAPTER,
     QUANTIZED,
@@ -83,6 +83,8 @@ def _products(
     frozen = set(frozen_output_layers(model, config).values())
     for head in frozen:
         kept_high.pop(head, None)
+    for head, library in fused_by_others(model).items():
+        kept_high[head] = f"output layer whose weight {NAMES[library]}'s loss reads"
     kept_high |= dict.fromkeys(routers(model), "router of experts")
     kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)
     for name, module in model.named_modules():

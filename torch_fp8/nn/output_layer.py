@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd import current_pass
 from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
-from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
+from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class, param_groups
 from torch_fp8.nn.deferred_logits import fuses
 from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
 from torch_fp8.nn.head_call import HeadCall, autocast_state, memory_of
@@ -51,6 +51,8 @@ class HeadFP8:
     """
 
     step: tuple[str, str] | None = None
+    _searched: Any = None
+    _record: Any = None
 
     def __init__(self, name: str, model: nn.Module, was_frozen: bool = False) -> None:
         self.name, self.model, self.was_frozen = name, weakref.ref(model), was_frozen
@@ -80,15 +82,27 @@ class HeadFP8:
 
         A module that stays gathered would run the next forward with the values of before a step.
         """
-        model = self.model()
-        modules = [] if model is None else list(model.modules())
-        sharded = [m for m in reversed(modules) if is_fsdp_class(type(m))]
-        for module in sorted(sharded, key=self._is_below, reverse=True):  # the innermost first
+        # the innermost first
+        for module in sorted(self._fsdp_modules(), key=self._is_below, reverse=True):
             module.unshard()
             if memory_of(weight).untyped_storage().nbytes():
                 return module
             module.reshard()
         return None
+
+    def sharded(self, weight: Tensor) -> Tensor | None:
+        """Return the sharded parameter from which FSDP2 has gathered a weight, or None."""
+        if self._searched is None or self._searched() is not weight:
+            groups = (group for m in self._fsdp_modules() for group in param_groups(m))
+            records = (record for group in groups for record in group.fsdp_params)
+            of_weight = [r for r in records if getattr(r, "unsharded_param", None) is weight]
+            self._searched, self._record = weakref.ref(weight), next(iter(of_weight), None)
+        return None if self._record is None else self._record.sharded_param
+
+    def _fsdp_modules(self) -> list[Any]:
+        model = self.model()
+        modules = [] if model is None else list(model.modules())
+        return [m for m in reversed(modules) if is_fsdp_class(type(m))]
 
     def _is_below(self, module: nn.Module) -> bool:
         return any(vars(child).get("loss_head") is self for child in module.modules())
