@@ -101,10 +101,10 @@ def _tried_norm(module: nn.Module, eps: float, size: int) -> Found | None:
     try:
         recorder = Recorder(module, {"weight": None, "training": True})
         if comes_from_liger(recorder.cls.forward):
-            norm = recorder.twin
-            known = norm.casting_mode in ("llama", "gemma") and norm.offset in (0.0, 1.0)
-            eps = norm.variance_epsilon
-            return recorder.found(RMSNormSpec(eps, norm.offset, False)) if known else None
+            twin = recorder.twin
+            known = twin.casting_mode in ("llama", "gemma") and twin.offset in (0.0, 1.0)
+            spec = RMSNormSpec(twin.variance_epsilon, twin.offset, promotes=False)
+            return recorder.found(spec) if known else None
     except Exception:  # a class whose reads cannot be recorded
         return None
     for spec in (RMSNormSpec(eps, o, p) for o in (0.0, 1.0) for p in (True, False)):
@@ -195,9 +195,9 @@ def _tried(
     layers = {n: layer for n, child in children.items() if (layer := _layer_in(child))}
     if len(layers) not in (2, 3) or _is_patched(module):
         return None, None
-    forward = user_class(type(module)).forward
+    forward: Any = user_class(type(module)).forward
     if comes_from_liger(forward):
-        spec = _LIGERS.get(forward.__qualname__.partition(".")[0])
+        spec = _LIGERS.get(forward.__qualname__.removeprefix("Liger").removesuffix("MLP.forward"))
         return spec, None if spec is None else Recorder(module, {"training": True})
     others = [n for n in children if n not in layers]
     alone = all(children[n] is layer for n, layer in layers.items())
@@ -219,15 +219,14 @@ def _tried(
     return None, None
 
 
-_PARTS = GatedMLPSpec(("gate_proj", "up_proj"), "down_proj")
 _LIGERS = {
-    "LigerSwiGLUMLP": _PARTS,
-    "LigerQwen3MoeSwiGLUMLP": _PARTS,
-    "LigerHunyuanV1SwiGLUMLP": _PARTS,
-    "LigerBlockSparseTop2MLP": GatedMLPSpec(("w1", "w3"), "w2"),
-    "LigerPhi3SwiGLUMLP": GatedMLPSpec(("gate_up_proj",), "down_proj"),
+    "SwiGLU": GatedMLPSpec(("gate_proj", "up_proj"), "down_proj"),
+    "Qwen3MoeSwiGLU": GatedMLPSpec(("gate_proj", "up_proj"), "down_proj"),
+    "HunyuanV1SwiGLU": GatedMLPSpec(("gate_proj", "up_proj"), "down_proj"),
+    "BlockSparseTop2": GatedMLPSpec(("w1", "w3"), "w2"),
+    "Phi3SwiGLU": GatedMLPSpec(("gate_up_proj",), "down_proj"),
 }
-"""Liger Kernel's classes of gated MLPs with SiLU."""
+"""Layers of Liger Kernel's gated MLPs with SiLU, ``Liger...MLP``, by their names."""
 
 
 def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:

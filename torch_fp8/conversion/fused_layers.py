@@ -227,13 +227,13 @@ def _layers_beside(
     ]
 
 
-def _revert(module: nn.Module) -> None:
+def _revert(module: Any) -> None:
     for mixin in (SharedOutput, Float8RMSNorm, Float8GatedMLP):
         if isinstance(module, mixin):
             del module.fp8
             remove_mixin(module, mixin)
-            if "ligers" in vars(module):
-                module.forward = MethodType(vars(module).pop("ligers"), module)
+    if "ligers" in vars(module):
+        module.forward = MethodType(vars(module).pop("ligers"), module)
 
 
 def _fuse(module: Any, kind: Any, name: str, config: FP8Config, *options: Any) -> bool:

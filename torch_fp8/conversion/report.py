@@ -13,6 +13,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import RecipeChoice
 from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.conversion.output_layers import loss_head_lines
 from torch_fp8.nn.experts import expert_recipe
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import (
@@ -78,8 +79,6 @@ def _weights(model: nn.Module, module: nn.Module) -> Iterator[tuple[float, bool,
         yield parameter.numel() * share, parameter.requires_grad, of_experts
 
 
-NAMES = {"liger": "Liger Kernel", "trl": "TRL"}
-"""Libraries with losses of their own, by the kinds of `ConversionReport.loss_heads`."""
 _FASTER = 2.0
 """Largest speedup of an FP8 GEMM over a BF16 GEMM."""
 
@@ -233,7 +232,7 @@ class ConversionReport:
             )
         if self.experts and self.were_eager:
             yield "  experts   experts_implementation was 'eager' and is now 'grouped_mm'"
-        yield from self._loss_head_lines()
+        yield from loss_head_lines(self.loss_heads, self.config)
         if self.frozen.frozen:
             yield f"  frozen    {self.frozen}"
         yield from self._high_precision_lines()
@@ -257,10 +256,7 @@ class ConversionReport:
                 f"{storage}"
             )
         if self.num_liger_fused:
-            yield (
-                f"  liger     {self.num_liger_fused} of these replace Liger Kernel's, which do not "
-                "write FP8"
-            )
+            yield f"  liger     {self.num_liger_fused} of these run in place of Liger Kernel's"
         if self.groups:
             sizes = Counter(map(len, self.groups))
             groups = ", ".join(
@@ -287,18 +283,6 @@ class ConversionReport:
                 "  warning   smooth_swiglu=True changes nothing: no gated MLP was found whose down "
                 "projection runs in FP8"
             )
-
-    def _loss_head_lines(self) -> Iterator[str]:
-        ours = "cross entropy in chunks, products in {}, without logits in memory"
-        for name, kind in self.loss_heads.items():
-            text = ours.format(kind.upper())
-            if kind in NAMES:
-                more = "four products, as it computes logits twice" if kind == "trl" else "three"
-                text = (
-                    f"{NAMES[kind]}'s own, in chunks, in high precision ({more}); loss_head="
-                    f"{self.config.loss_head!r} does not apply to it"
-                )
-            yield f"  loss head {name}: {text}"
 
     def _high_precision_lines(self) -> Iterator[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in

@@ -132,7 +132,7 @@ def test_they_write_fp8_as_those_that_liger_replaces(name):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     for report in (reports[0], convert_to_float8(model, FP8Config("tensorwise"))):
         assert (report.num_liger, report.num_liger_fused) == (0, 2)
-        assert "  liger     2 of these replace Liger Kernel's" in report.summary()
+        assert "  liger     2 of these run in place of Liger Kernel's" in report.summary()
     assert "liger " not in reports[1].summary()
 
 

@@ -309,7 +309,7 @@ def test_a_loss_of_liger_kernel_stays_its_own(frozen):
     for options in ({}, {"loss_head": "fp8"}, {"skip": ()}):
         report = convert_to_float8(model, FP8Config("tensorwise", **options))
         assert report.loss_heads == {"lm_head": "liger"}
-        assert "loss head lm_head: Liger Kernel's own, in chunks, in high precision" in str(report)
+        assert "loss head lm_head: Liger Kernel's own loss, in chunks and in high" in str(report)
         assert type(model.lm_head) is torch.nn.Linear
 
 
@@ -323,7 +323,7 @@ def test_a_loss_of_trl_stays_its_own(adapted):
     for loss_head in ("auto", "auto", "fp8"):
         report = convert_to_float8(model, FP8Config("tensorwise", loss_head=loss_head))
         assert set(report.loss_heads.values()) == {"trl"}
-        assert "lm_head: TRL's own, in chunks, in high precision (four products" in str(report)
+        assert "lm_head: TRL's own loss, in chunks and in high precision (four" in str(report)
         assert f"loss_head={loss_head!r} does not apply to it" in str(report)
         assert any(name.endswith("lm_head") for name, _ in report.skipped)
         assert type(inner.lm_head) is torch.nn.Linear
