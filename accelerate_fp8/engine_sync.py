@@ -51,9 +51,7 @@ def _is_handed_over(generation: Any) -> bool:
     if not hasattr(generation, "_iter_named_params"):
         reason = "this version of TRL reads the parameters itself"
     if reason:
-        warn_once(
-            f"FP8: TRL merges adapters in place for vLLM and unmerges them afterwards: {reason}"
-        )
+        warn_once(f"FP8: TRL merges adapters in place for vLLM and unmerges them later: {reason}")
     return not reason
 
 

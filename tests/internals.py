@@ -44,7 +44,7 @@ _NAMES = {
         "Float8Replicas disconnect_replicas factor_of layout_of pack_parts structure_of "
         "unpack_parts"
     ),
-    "torch_fp8.distributed.fsdp.split_weights": "param_groups reshard",
+    "torch_fp8.distributed.fsdp.split_weights": "reshard",
     "torch_fp8.distributed.fsdp.unsharded_weight": (
         "Payload UnshardedFloat8Weight transposed_or_recast"
     ),
@@ -70,6 +70,7 @@ _NAMES = {
     "torch_fp8.monitor.run_log": "FILE_NAME RunLog",
     "torch_fp8.monitor.series": "Series",
     "torch_fp8.monitor.statistics": "decibel",
+    "torch_fp8.nn.class_swap": "param_groups",
     "torch_fp8.nn.conv1d": "Float8Conv1D",
     "torch_fp8.nn.deferred_logits": "defer_logits return_losses",
     "torch_fp8.nn.delayed_scaling": "BUFFERS GRAD_OUTPUT INPUT WEIGHT renew_scales scaling_buffers",

@@ -23,6 +23,7 @@ from torch_fp8.conversion.fused_layers import (
     Producers,
     convert_producers,
     find_readers,
+    replaces_ligers,
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, unused_overrides
@@ -138,6 +139,7 @@ def convert(
         choice=choice,
         frozen=frozen,
         num_liger=sum(map(is_ligers, model.modules())),
+        num_liger_fused=sum(map(replaces_ligers, model.modules())),
         overridden={name: converted[name] for name in converted if name in own},
         unused_overrides=unused_overrides(model, config),
         smooth=tuple(name for name in converted if converted[name].smooth),

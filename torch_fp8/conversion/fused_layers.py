@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_producers import find_gated_mlp, find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
-from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
+from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin, user_class
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
 from torch_fp8.nn.input_group import InputGroup, can_group
-from torch_fp8.nn.layer_filter import matches
+from torch_fp8.nn.layer_filter import comes_from_liger, matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm, NormFP8
@@ -92,6 +93,12 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
                 _revert(module)
                 unfused.append(name)
     return Producers(tuple(converted), tuple(unfused), _group(modules, norms))
+
+
+def replaces_ligers(module: nn.Module) -> bool:
+    """Return whether a producer computes what Liger Kernel would."""
+    forward = vars(module).get("ligers", user_class(type(module)).forward)
+    return isinstance(module, (Float8RMSNorm, Float8GatedMLP)) and comes_from_liger(forward)
 
 
 def _is_skipped(name: str, config: FP8Config) -> bool:
@@ -221,11 +228,13 @@ def _layers_beside(
     ]
 
 
-def _revert(module: nn.Module) -> None:
+def _revert(module: Any) -> None:
     for mixin in (SharedOutput, Float8RMSNorm, Float8GatedMLP):
         if isinstance(module, mixin):
             del module.fp8
             remove_mixin(module, mixin)
+    if "ligers" in vars(module):
+        module.forward = MethodType(vars(module).pop("ligers"), module)
 
 
 def _fuse(module: Any, kind: Any, name: str, config: FP8Config, *options: Any) -> bool:
@@ -249,6 +258,8 @@ def _fuse(module: Any, kind: Any, name: str, config: FP8Config, *options: Any) -
         if formula is None:
             return False
         add_mixin(module, mixin)
+        if "forward" in vars(module):  # Liger Kernel's
+            module.ligers = vars(module).pop("forward").__func__
     module.fp8 = state(name, config, formula.spec, formula.reads, *options)
     return True
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.class_swap import param_groups
 from torch_fp8.optim.convert import OptimizerReport, convert_optimizer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.gradient_slot import detach_slots
@@ -163,13 +164,6 @@ def reshard(model: nn.Module) -> None:
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model to which ``fully_shard`` was applied."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def param_groups(module: FSDPModule) -> list:
-    """FSDP2's groups of parameters that are gathered together; always one before torch 2.13."""
-    state: Any = fully_shard.state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g]
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
