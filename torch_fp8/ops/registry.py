@@ -135,7 +135,8 @@ def define(
         _decompose(f"torch_fp8::{name}", traced)
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched(_first(args)):
+        x = args[0][0] if isinstance(args[0], tuple) else args[0]
+        if torch.compiler.is_dynamo_compiling() or is_watched(x):
             return overload(*_flat(args))
         return shortcut(*args)
 

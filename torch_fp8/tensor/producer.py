@@ -250,7 +250,10 @@ class LazySource:
 
 
 def _versions(sources: tuple[Tensor, ...]) -> list[int]:
-    return [0 if source.is_inference() else source._version for source in sources]
+    try:
+        return [source._version for source in sources]
+    except RuntimeError:  # tensors of inference mode have no version
+        return [0 if source.is_inference() else source._version for source in sources]
 
 
 def modifies(func: str, name: str) -> str:
