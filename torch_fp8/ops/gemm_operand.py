@@ -91,7 +91,7 @@ def with_columns(qdata: Tensor, cols: int) -> Tensor:
 
 
 def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
-    """Return x extended to `rows` rows over the memory after it, or None without memory.
+    """View x as `rows` rows, reading into the memory behind it, or None if its storage is shorter.
 
     The contents of that memory only affect rows of the product that are cut off. Scales are
     allocated with this additional room wherever such a payload is created.

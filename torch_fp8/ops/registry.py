@@ -200,7 +200,7 @@ def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Cal
 def _schema(
     function: Callable[..., Any], results: int | None, writes: str
 ) -> tuple[list[Any], str]:
-    """Return the tuple class of each parameter (None: a single argument), and the flat schema."""
+    """Return each parameter's tuple class, or None for a single argument, and the flat schema."""
     hints = get_type_hints(function)
     result = hints.pop("return")
     parameters: list[Any] = []

@@ -181,7 +181,7 @@ class WeightQuantizer(NamedTuple):
         return cache.evaluation_row(version, lambda: self.for_fprop(weight), weight.device)
 
     def kept_payload(self, weight: Tensor) -> QuantizedTensor | None:
-        """Return the kept payload of which backward reads the bytes, as `weight` is stored."""
+        """Return the kept payload, in the stored layout, whose bytes backward reads; or None."""
         if not isinstance(weight, SplitWeight) or weight.halves.cast is None:
             return None
         halves, cast = weight.halves, PayloadCast.of(self.quantizer.spec, self.transposed)
@@ -235,7 +235,7 @@ class Quantizers(NamedTuple):
         input, grad_output: quantizers of the activations.
         weight: quantizer of the weight.
         channels: object that stores the maxima of the input's channels, or None.
-        observer: monitor that sees each operand of a GEMM beside its source
+        observer: monitor that sees each operand of a GEMM, together with its source
             (`torch_fp8.monitor.layer_observer.LayerObserver`), or None without a monitor.
     """
 
