@@ -48,7 +48,7 @@ _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 _SINGLE = _VALUES | {Tensor, nn.Parameter}
 """Types of most arguments that are no tuples."""
 _active = threading.local()
-"""Has the `recording` that runs in this thread."""
+"""Holds the `recording` of this thread."""
 _every: weakref.WeakSet["Replayed"] = weakref.WeakSet()
 _MOST = 512
 """Calls remembered per operator, a bound for runs whose token counts never repeat."""
