@@ -48,7 +48,7 @@ BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_input_amax", "fp8_weight_amax"
 Histories (3, H) float32, the newest amax first; scales (3, 4) float32, each repeated four times
 because GEMMs need scales at multiples of 16 bytes, and 0 if unknown; and a slot for each operand,
 () int32, see `torch_fp8.quantization.scaling.raise_slot`. Slots are whole tensors, because the
-kernels of a graph write to its inputs in place only if these are no views.
+kernels of a graph write to its inputs in place only if these are not views.
 """
 
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -80,7 +80,7 @@ class LayerScaling:
     Attributes:
         known: whether the scales are known.
         ready: whether the next casts use them; graphs guard on it.
-        saturation: what the layers of a model share if eager code casts with current scales.
+        saturation: object that a model's layers share if eager code casts with current scales.
         recorded: whether an eager forward in training mode has recorded amaxes since the last step
             of an optimizer.
         number: place of the layer in an order that is equal on all ranks, or None if steps do not
@@ -211,7 +211,7 @@ def pushed_history(layer: Any) -> Tensor:
 def _recorded(layer: Any) -> list[Tensor]:
     """Return the amaxes of the three operands in the last step, () float32 each.
 
-    Casts record none of a weight in two halves that keeps its amax: they scale by it.
+    Casts record no amax of a weight in two halves that keeps its own: they scale by that.
     """
     amaxes = [slot.view(torch.float32) for slot in scaling_buffers(layer)[2]]
     if isinstance(layer.weight, SplitWeight):
@@ -335,7 +335,7 @@ def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
 
 
 def _own_scales(layer: Any) -> Tensor:
-    """Return the buffer of scales, a new one if the backward of a graph will read the present one.
+    """Return the buffer of scales, a new one if the backward of a graph will read the current one.
 
     Graphs save the buffer itself, since a copy would be a launch for each layer.
     """

@@ -193,7 +193,7 @@ def _version(x: Tensor) -> int:
 def _address(weight: Tensor) -> int | None:
     """Return the address of a plain weight, which ``weight.data = x`` changes but no version shows.
 
-    None: FSDP2 has freed it, or it is stored in another form.
+    It is None if FSDP2 has freed the weight, or if it is stored in another form.
     """
     known = type(weight) in _PLAIN and weight.untyped_storage().nbytes()
     return weight.data_ptr() if known else None
@@ -211,5 +211,5 @@ class _Written(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
             f"the weight of '{ctx.name}' was written between the forward and this backward of its "
-            "logits"
+            "logits; write it after backward"
         )

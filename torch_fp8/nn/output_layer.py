@@ -74,13 +74,13 @@ class HeadFP8:
 
     @property
     def waits(self) -> bool:
-        """Whether logits are worth waiting with: a loss has used them, or may."""
+        """Whether to defer the logits, because a loss has used them, or may."""
         return self.fused > 0 or self.reads < _MOST_READS
 
     def gather(self, weight: Tensor) -> Any:
         """Gather a weight that FSDP2 has freed; return the module to reshard, None if none has it.
 
-        A module that stays gathered would run the next forward with the values of before a step.
+        A module that stays gathered would run the next forward with the values from before a step.
         """
         # the innermost first
         for module in sorted(self._fsdp_modules(), key=self._is_below, reverse=True):
