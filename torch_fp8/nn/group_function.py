@@ -178,7 +178,7 @@ class Output(torch.autograd.Function):
         of_weight: Tensor,
         member: tuple[int, Exchange, Callable[[], Tensor], Any],
     ) -> Tensor:
-        # The reads of the input live on for the members that are called later.
+        # Keep the reads of the input for the members that are called later.
         ctx.i, ctx.exchange, compute, ctx.reads = member
         return compute()
 

@@ -110,9 +110,9 @@ class HeadCall:
         return list(map(_version, self.inputs))
 
     def _shard(self) -> tuple[int, ...] | None:
-        """Return what each write to the shards from which FSDP2 gathers the weight changes.
+        """Return numbers that change with each write to the shards of a weight that FSDP2 gathers.
 
-        Functions of a DTensor change its version, and those of its local tensor that one's.
+        A write to a DTensor changes its version, a write to its local tensor that tensor's.
         """
         sharded = self.owner.sharded(self.weight)
         if sharded is None:
@@ -184,7 +184,7 @@ def memory_of(weight: Tensor) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    """Return a number that each write to a tensor changes."""
+    """Return a number that changes with each write to a tensor."""
     if isinstance(x, SplitWeight):
         return x.halves.version
     return x.payload.version if isinstance(x, Float8FrozenWeight) else x._version

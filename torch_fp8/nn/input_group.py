@@ -106,7 +106,7 @@ class Reads:
 
     Attributes:
         backward: backward that recomputes this forward, or -1.
-        members: the layers of the group, or none if there is one alone.
+        members: the layers of the group, or none if there is only one.
         waiting: index and token of each member that was not called yet, and the weight and the bias
             that they are for.
     """

@@ -137,7 +137,7 @@ def _note_graph(name: str, classes: int) -> None:
     """Warn that a graph has plain logits."""
     warn_once(
         f"FP8: the logits of '{name}' are in memory in a graph of torch.compile, {2 * classes:,} "
-        "bytes and more for each token, because the graph is not that of a whole model, or FSDP2 "
+        "bytes or more for each token, because the graph is not that of a whole model, or FSDP2 "
         "gathers the weight in FP8; docs/loss_head.md lists what needs no logits"
     )
 
