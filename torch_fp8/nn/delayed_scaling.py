@@ -48,7 +48,7 @@ BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_input_amax", "fp8_weight_amax"
 Histories (3, H) float32, the newest amax first; scales (3, 4) float32, each repeated four times
 because GEMMs need scales at multiples of 16 bytes, and 0 if unknown; and a slot for each operand,
 () int32, see `torch_fp8.quantization.scaling.raise_slot`. Slots are whole tensors, because the
-kernels of a graph write to its inputs in place only if these are not views.
+kernels of a graph write to its inputs in place only if these are no views.
 """
 
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -335,7 +335,7 @@ def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
 
 
 def _own_scales(layer: Any) -> Tensor:
-    """Return the buffer of scales, a new one if the backward of a graph will read the current one.
+    """Return the buffer of scales, a new one if the backward of a graph will read the present one.
 
     Graphs save the buffer itself, since a copy would be a launch for each layer.
     """
