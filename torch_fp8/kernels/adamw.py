@@ -5,7 +5,7 @@ residual and layout (see `kernels.block_scaled`). One launch updates a whole cla
 builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
 copy of 272 bytes per matrix and 4 bytes per chunk.
 
-If a weight has an FP8 payload, the step also writes that (see `kernels.weight_cast`). If the scale
+If a weight has an FP8 payload, the step also writes that (see `cast_weights_kernel`). If the scale
 is tensorwise, a second launch per class casts again the weights whose scale has changed.
 
 The result equals `adamw_step_reference` bit for bit, with three exceptions. The last bit can differ
@@ -201,7 +201,7 @@ class Fixed:
     """What a matrix has in common from step to step: all but its gradient and scalars.
 
     Attributes:
-        addresses: the first fields of a `Record`, 0 for what there is not.
+        addresses: the first fields of a `Record`, 0 for a tensor that does not exist.
         shape: rows and columns, row length and start, of a `Record`.
     """
 

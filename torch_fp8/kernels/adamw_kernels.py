@@ -8,7 +8,7 @@ thread has 16 consecutive elements and moves 16 bytes per access; a program is a
 waits for no other; roots and quotients have no branches (`fast_math`). Multiply-adds are not fused
 (`enable_fp_fusion=False`), so they round as in the reference.
 
-The optimizer step's second kernel: casts the new weights to their FP8 payloads, E4M3.
+`cast_weights_kernel` casts the new weights to their FP8 payloads, E4M3.
 
 A scale is shared by 128 x 128 weights or by all of them, and the amax of all is known only after
 the last one. So one launch follows the step and casts every weight of a class: 2 bytes read and 1

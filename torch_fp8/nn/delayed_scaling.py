@@ -80,7 +80,7 @@ class LayerScaling:
     Attributes:
         known: whether the scales are known.
         ready: whether the next casts use them; graphs guard on it.
-        saturation: what the layers of a model share if eager code casts with current scales.
+        saturation: object that a model's layers share if eager code casts with current scales.
         recorded: whether an eager forward in training mode has recorded amaxes since the last step
             of an optimizer.
         number: place of the layer in an order that is equal on all ranks, or None if steps do not
@@ -211,7 +211,7 @@ def pushed_history(layer: Any) -> Tensor:
 def _recorded(layer: Any) -> list[Tensor]:
     """Return the amaxes of the three operands in the last step, () float32 each.
 
-    Casts record none of a weight in two halves that keeps its amax: they scale by it.
+    Casts record no amax of a weight in two halves that keeps its own: they scale by that.
     """
     amaxes = [slot.view(torch.float32) for slot in scaling_buffers(layer)[2]]
     if isinstance(layer.weight, SplitWeight):

@@ -1,8 +1,8 @@
 """`InputGroup`: layers that read the same input share the two GEMMs of backward.
 
-q, k and v read the output of one norm. Each layer runs its own fprop,
-so that its output is a contiguous tensor of its own. Backward puts the gradients of the outputs
-side by side, casts them once, and runs
+q, k and v read the output of one norm. Each layer runs its own fprop, so that its output is a
+contiguous tensor of its own. Backward puts the gradients of the outputs side by side, casts them
+once, and runs
 
     dgrad  dx = g w    contracts N1 + N2 + ...: the sum over the layers stays in float32
     wgrad  dw = g^T x  has the rows of all weights, and each weight's gradient is some of its rows
@@ -106,7 +106,7 @@ class Reads:
 
     Attributes:
         backward: backward that recomputes this forward, or -1.
-        members: the layers of the group, or none if there is one alone.
+        members: the layers of the group, or none if there is only one.
         waiting: index and token of each member that was not called yet, and the weight and the bias
             that they are for.
     """

@@ -176,7 +176,7 @@ class LayerFP8:
         return quantizer if is_block or quantizer.source.scale is not None else None
 
     def observe(self, observer: Any) -> None:
-        """Show each operand of a GEMM to a monitor (see `Quantizers`) from now on, or to None."""
+        """Show each operand of a GEMM to a monitor (see `Quantizers`), or to none if it is None."""
         self.observer = observer
         self.forget_quantizers()
         self.payloads.quantizer = None  # so that `repeated` asks again

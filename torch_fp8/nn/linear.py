@@ -176,7 +176,7 @@ class Float8Layer(FrozenStorage):
         self.configure(self.fp8.name, self.fp8.config, recipe, emulate)
 
     def run_forward(self, recipe: Recipe) -> None:
-        """Run `recipe`, which differs in `bf16_forward` alone, with the state that there is."""
+        """Run `recipe`, which differs only in `bf16_forward`, with the existing state."""
         self.fp8.payloads.forget()
         self.fp8.recipe = recipe
         self.fp8.run_emulated(self.fp8.emulate)

@@ -154,7 +154,7 @@ def plain_operands(
 
     Args:
         quantizers, x, weight: see `fprop`.
-        training: whether the layer is in training mode; None: a backward may follow.
+        training: whether the layer is in training mode, or None if a backward may follow.
         needs: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     if training is None:  # cast the weight first, while a collective may still fill x

@@ -13,7 +13,7 @@ TOLERANCE = 1 + 2**-20
 
 
 class Saturation:
-    """What the layers of a model share whose scales come from the last step.
+    """State shared by the layers of a model whose scales come from the last step.
 
     Each optimizer step compares the recorded amaxes with the scales that the casts used, on the
     device. The host reads the result at the next step, when it is there, and waits for nothing. If

@@ -134,7 +134,7 @@ class Float8Optimizer(ConvertedOptimizer):
         """Return the state in torch.optim.AdamW's format, on the CPU.
 
         With ``checkpoint_states="fp8"`` 8-bit moments stay encoded. A weight that the user holds in
-        BF16 has its ``residual`` in its state. Beside ``state`` and ``param_groups`` the dict has
+        BF16 has its ``residual`` in its state. Besides ``state`` and ``param_groups`` the dict has
         this package's options, and the residuals of weights that were not stepped yet. State dict
         hooks run as in a stock optimizer: post hooks see the returned dict and can change it.
         """
@@ -166,7 +166,7 @@ class Float8Optimizer(ConvertedOptimizer):
         """Load a state of this class, of torch.optim.AdamW or of Adam.
 
         A run continues bit for bit from a state of this class. A state without residuals (a stock
-        one) leaves the weights' present residuals. You can load the weights before or after a state
+        one) leaves the weights' current residuals. You can load the weights before or after a state
         with residuals. Hooks run as in a stock optimizer: pre hooks can change the dict, post hooks
         see it loaded.
 

@@ -15,7 +15,7 @@ A checkpoint has torch.optim.AdamW's names, shapes and dtype (``step``, ``exp_av
 float32), so stock AdamW can load it. A weight that the user holds in BF16 also has a ``residual``
 there (`torch_fp8.optim.residual`). With ``FP8Config(checkpoint_states="fp8")`` the checkpoint has
 the moments in their stored form, codes and scales, 1.03 bytes per element. A moment of shape
-(..., K), for example ``exp_avg``, becomes two tensors beside ``step``::
+(..., K), for example ``exp_avg``, becomes two tensors::
 
     exp_avg_codes   (..., K) uint8
     exp_avg_scale   (..., ceil(K / 32)) uint8, one for each group of 32 along the last dimension
