@@ -109,17 +109,19 @@ class Float8Layer(FrozenStorage):
             return self._of_other_layout(input)
         if compiling:
             return _in_graph(self, input)
-        if not torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        if not has_graph:
             output = repeated(self, input)
             if output is not None:
                 return output
         operands = self.fp8.operands(self, input)
         options = self.fp8.options(self, operands)
-        is_shared = self.fp8.group is not None and type(input) is LazyQuantizedTensor
-        output = member_output(self, operands, options) if is_shared else None
+        output, is_lazy = None, type(input) is LazyQuantizedTensor
+        if is_lazy and has_graph and self.fp8.group is not None:
+            output = member_output(self, operands, options)
         if output is None:
             output = linear(*operands[:4], options)
-        return operands.output(output)
+        return output if operands.parts is None else operands.output(output)
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

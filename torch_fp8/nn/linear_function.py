@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import output_dtype, warn_of_decoding
 from torch_fp8.autograd.function import (
@@ -45,6 +45,8 @@ from torch_fp8.tensor.quantizer import (
 )
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class LinearOptions(NamedTuple):
@@ -208,14 +210,15 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
     train such a weight under autocast, because they save their cast copy of it.
     """
-    is_eager = not torch.compiler.is_compiling()
-    present = {
-        name: t.clone() if is_eager and t.is_inference() else t
-        for name, t in tensors.items()
-        if t is not None
-    }
+    present = {name: t for name, t in tensors.items() if t is not None}
+    if not torch.compiler.is_dynamo_compiling():
+        for name, t in present.items():
+            if t.is_inference():
+                present[name] = t.clone()
+    ctx.split_names = [
+        name for name, t in present.items() if type(t) not in _PLAIN and isinstance(t, SplitWeight)
+    ]
     ctx.saved_names = tuple(present)
-    ctx.split_names = [name for name, t in present.items() if isinstance(t, SplitWeight)]
     ctx.save_for_backward(*present.values())
 
 
