@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from tests.internals import SAVE_FORMATS
 from tests.models import llama
+from torch_fp8 import convert_to_float8
 
 EXPORTS = [(format, recipe) for format, recipes in SAVE_FORMATS.items() for recipe in recipes]
 E4M3_MAX = 448.0
@@ -106,6 +107,19 @@ def tiny_llama(**changes):
     model = llama(**options | {"tie_word_embeddings": False} | changes)
     for parameter in model.parameters():  # the rotary frequencies stay float32
         parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def adapted(model, config=None, std=0.05, **options):
+    """Give a model LoRA adapters whose product is not zero; convert it if there is a `config`."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(**{"r": 4, **options}))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    if config is not None:
+        convert_to_float8(model, config)
     return model
 
 

@@ -89,17 +89,10 @@ def test_an_input_without_gradient_costs_no_dgrad(scaled_mm_calls):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_grad_forward_builds_nothing_for_a_backward(monkeypatch, recipe):
+def test_no_grad_forward_builds_nothing_for_a_backward(spy, recipe):
     from tests.internals import quantizer
 
-    layouts = []
-    real = quantizer.quantize_layouts
-
-    def seen(x, options):
-        layouts.append((options.rowwise, options.columnwise))
-        return real(x, options)
-
-    monkeypatch.setattr(quantizer, "quantize_layouts", seen)
+    layouts = spy(quantizer, "quantize_layouts", lambda _, to: (to.rowwise, to.columnwise))
     _, fp8 = _pair(recipe)
     with torch.no_grad():
         y = fp8(torch.randn(8, K))

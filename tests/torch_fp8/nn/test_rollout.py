@@ -59,15 +59,8 @@ def _in_scope(model):
 
 
 @pytest.fixture
-def casts(monkeypatch):
-    shapes, original = [], WeightQuantizer.for_fprop
-
-    def counted(self, weight):
-        shapes.append(tuple(weight.shape))
-        return original(self, weight)
-
-    monkeypatch.setattr(WeightQuantizer, "for_fprop", counted)
-    return shapes
+def casts(spy):
+    return spy(WeightQuantizer, "for_fprop", lambda _, weight: tuple(weight.shape))
 
 
 @pytest.fixture
