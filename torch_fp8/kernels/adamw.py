@@ -267,10 +267,11 @@ def _tables(
         records (M, fields of Record) int64, matrix indices (P or P + 1,) int32, and the number of
         programs P.
     """
-    fixed = [_fixed(matrix) for matrix, _ in entries]
-    once = None in [matrix.memo for matrix, _ in entries]
-    template_of = _template.__wrapped__ if once else _template
-    template, first = template_of(tuple(fixed), kind)
+    memos: list[Any] = [matrix.memo for matrix, _ in entries]
+    if None in memos:
+        template, first = _template.__wrapped__(tuple(_fixed(m) for m, _ in entries), kind)
+    else:  # `_classes` has filled them
+        template, first = _template(tuple([memo[0] for memo in memos]), kind)
     device = entries[0][0].weight.device
     # Pinned: a copy from pageable memory would wait for the kernels before it.
     host = torch.empty(

@@ -85,7 +85,8 @@ class Float8Optimizer(ConvertedOptimizer):
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
-            grad = settled_gradient(parameter, grad)
+            if type(grad) is not Tensor:
+                grad = settled_gradient(parameter, grad)
             state, halves = self.state[parameter], halves_of(parameter)
             matrix = None if halves is None else current_matrix(index, halves, state, grad)
             if matrix is None:
