@@ -201,7 +201,7 @@ FAULTS = {
         "    return of_input, of_weights\n",
         (
             "    weights = [\n"
-            "        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)\n"
+            "        GroupWeight.apply(weight, bias, (i, exchange, tokens, payloads))\n"
             "        for i, (weight, bias) in enumerate(parameters)\n"
             "    ]\n"
             "    return of_input, weights\n"
@@ -213,8 +213,8 @@ FAULTS = {
         "not weight.requires_grad or weight.is_inference()",
         "weight.is_inference()",
         "a group of layers with an input without gradient has one backward",
-        "not (torch.is_grad_enabled() and x.requires_grad):",
-        "not torch.is_grad_enabled():",
+        "if not x.requires_grad or not _fits",
+        "if not _fits",
         "a group trains a weight that was replaced",
         "replaced = weight is not operands.weight or bias is not operands.bias",
         "replaced = False",

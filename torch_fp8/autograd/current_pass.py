@@ -194,7 +194,7 @@ def saves_nothing() -> bool:
     False if other saved-tensor hooks, such as those of offloading, lie above the checkpoint's, and
     for a checkpoint with a ``context_fn``, which may keep operators' results for the second pass.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top_hooks is None else top_hooks(False)

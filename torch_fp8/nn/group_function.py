@@ -16,8 +16,7 @@ nevertheless, as from another device, they have a product of their own.
 Legend: M tokens, K in, N out.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,9 +63,10 @@ class Exchange:
 
     def arriving(self) -> "Gradients":
         """Return the gradients to which another of the running backward can be added."""
-        arrived = self.passes.setdefault(running_backward(), [])
+        number = running_backward()
+        arrived = self.passes.setdefault(number, [])
         if not arrived or arrived[-1].is_cast:
-            arrived.append(Gradients(self))
+            arrived.append(Gradients(self, number))
         return arrived[-1]
 
     def arrived(self) -> "list[Gradients]":
@@ -75,11 +75,11 @@ class Exchange:
 
     def drop(self, gradients: "Gradients") -> None:
         """Free gradients that all functions have used."""
-        number = running_backward()
         if not gradients.readers:
-            self.passes[number].remove(gradients)
-            if not self.passes[number]:
-                del self.passes[number]
+            arrived = self.passes[gradients.number]
+            arrived.remove(gradients)
+            if not arrived:
+                del self.passes[gradients.number]
 
 
 class Gradients:
@@ -87,14 +87,15 @@ class Gradients:
 
     Attributes:
         outputs: gradient (..., N) of each output, by the index of its member.
+        number: number of the backward that they belong to.
         saved: tensors that `GroupWeight` has saved, by index.
         dtypes: dtypes of the gradients of the weights, by index; those that are needed.
         bias_dtypes: dtypes of the gradients of the biases that are needed, by index.
         readers: indices of the weights that have yet to take their gradient; -1 is the input.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, number: int) -> None:
+        self.exchange, self.number = exchange, number
         self.outputs: dict[int, Tensor] = {}
         self.saved: dict[int, dict[str, Tensor]] = {}
         self.dtypes: dict[int, torch.dtype] = {}
@@ -180,17 +181,12 @@ class Output(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        of_input: Tensor,
-        of_weight: Tensor,
-        i: int,
-        exchange: Exchange,
-        compute: Callable[[], Tensor],
-        reads: Any,
+        ctx: Any, of_input: Tensor, of_weight: Tensor, member: tuple[int, Exchange, Any, Any]
     ) -> Tensor:
-        ctx.i, ctx.exchange = i, exchange
-        ctx.reads = reads  # for the members that are called later
-        return compute()
+        # The reads of the input live on for the members that are called later.
+        ctx.i, ctx.exchange, compute, ctx.reads = member
+        output: Tensor = compute()
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
@@ -211,7 +207,7 @@ class Output(torch.autograd.Function):
             gradients.dtypes[i] = whole if returned else stored
             if of_weight.bias_dtype is not None:
                 gradients.bias_dtypes[i] = of_weight.bias_dtype
-        return None, None, None, None, None, None
+        return None, None, None
 
 
 def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -225,18 +221,17 @@ def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients.is_read_by(-1)
     if total is not None:
         total = total.to(ctx.exchange.options.dtype).view(ctx.input_shape)
-    return total, None, None, None
+    return total, None
 
 
 class GroupInput(torch.autograd.Function):
     """Return a token for the input (..., K); the gradient comes from `Exchange`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shape: torch.Size, exchange: Exchange, device: torch.device
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: tuple[Exchange, torch.Size, torch.device]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.exchange, ctx.name, ctx.input_shape = exchange, exchange.options.name, shape
+        ctx.exchange, ctx.input_shape, device = group
+        ctx.name = ctx.exchange.options.name
         return _token(device)
 
     @staticmethod
@@ -260,7 +255,7 @@ class GroupInput(torch.autograd.Function):
             )
             total = product if total is None else total + product
             gradients.is_read_by(-1)
-        return None if total is None else total.view(ctx.input_shape), None, None, None
+        return None if total is None else total.view(ctx.input_shape), None
 
 
 def _differentiable_bias(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -273,7 +268,7 @@ def _differentiable_bias(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...
             grad = matrix(plain(gradients.outputs[ctx.i]))
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
             gradients.is_read_by(ctx.i)
-    return None, grad_bias, None, None, None, None
+    return None, grad_bias, None
 
 
 class GroupWeight(torch.autograd.Function):
@@ -284,17 +279,14 @@ class GroupWeight(torch.autograd.Function):
         ctx: Any,
         weight: Tensor,
         bias: Tensor | None,
-        i: int,
-        exchange: Exchange,
-        shape: torch.Size,
-        payloads: InputPayloads,
+        member: tuple[int, Exchange, int, InputPayloads],
     ) -> Tensor:
+        ctx.i, ctx.exchange, ctx.tokens, payloads = member
         save_by_name(ctx, {"weight": weight, "x": payloads.qdata, "x_scale": payloads.scale})
         ctx.set_materialize_grads(False)
         ctx.dtypes = gradient_dtype(weight), weight.dtype
         ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[1] else None
-        ctx.i, ctx.exchange, ctx.name = i, exchange, exchange.options.name
-        ctx.tokens = math.prod(shape[:-1])
+        ctx.name = ctx.exchange.options.name
         return _token(weight.device)
 
     @staticmethod
@@ -305,7 +297,7 @@ class GroupWeight(torch.autograd.Function):
             if ctx.i in gradients.outputs:
                 grads = gradients.take(ctx.i, ctx.tokens)
                 gradients.is_read_by(ctx.i)
-        return *grads, None, None, None, None
+        return *grads, None
 
 
 def _token(device: torch.device) -> Tensor:

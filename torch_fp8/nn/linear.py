@@ -109,13 +109,15 @@ class Float8Layer(FrozenStorage):
             return self._of_other_layout(input)
         if compiling:
             return _in_graph(self, input)
-        if not torch.is_grad_enabled():
+        grad_enabled = torch.is_grad_enabled()
+        if not grad_enabled:
             output = repeated(self, input)
             if output is not None:
                 return output
         operands = self.fp8.operands(self, input)
         options = self.fp8.options(self, operands)
-        is_shared = self.fp8.group is not None and type(input) is LazyQuantizedTensor
+        is_shared = grad_enabled and self.fp8.group is not None
+        is_shared = is_shared and type(input) is LazyQuantizedTensor
         output = member_output(self, operands, options) if is_shared else None
         if output is None:
             output = linear(*operands[:4], options)

@@ -192,13 +192,23 @@ def fprop(
         y, payloads = linear_in_bf16(x, weight, bias, shape, quantizers, **needs)
         return y, CastOperands(payloads, None, None)
     operands = options.cast(quantizers, x, weight, None if gradients else options.training, **needs)
-    a, b = operands.input.rowwise, operands.weight
+    assert operands.weight is not None
+    return product(operands.input.rowwise, operands.weight, bias, shape, options), operands
+
+
+def product(
+    a: QuantizedTensor | None,
+    b: QuantizedTensor,
+    bias: Tensor | None,
+    shape: torch.Size,
+    options: LinearOptions,
+) -> Tensor:
+    """Return y (..., N) from the payloads of the input (M, K) and the weight (N, K)."""
     assert a is not None
-    assert b is not None
-    fast_accum, emulate = recipe.fprop.fast_accum, options.emulate
+    fast_accum, emulate = options.recipe.fprop.fast_accum, options.emulate
     # (M, K) @ (N, K)^T, both along K
-    y = scaled_matmul(a, b, dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
-    return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
+    y = scaled_matmul(a, b, options.out_dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
+    return reshaped(y, (*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
 
 
 def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
@@ -208,14 +218,14 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
     train such a weight under autocast, because they save their cast copy of it.
     """
-    is_eager = not torch.compiler.is_compiling()
-    present = {
-        name: t.clone() if is_eager and t.is_inference() else t
-        for name, t in tensors.items()
-        if t is not None
-    }
+    present = {name: t for name, t in tensors.items() if t is not None}
+    if not torch.compiler.is_dynamo_compiling():
+        for name, t in present.items():
+            if t.is_inference():
+                present[name] = t.clone()
+    others = [name for name, t in present.items() if type(t) is not Tensor]
+    ctx.split_names = [name for name in others if isinstance(present[name], SplitWeight)]
     ctx.saved_names = tuple(present)
-    ctx.split_names = [name for name, t in present.items() if isinstance(t, SplitWeight)]
     ctx.save_for_backward(*present.values())
 
 

@@ -135,7 +135,8 @@ def define(
         _decompose(f"torch_fp8::{name}", traced)
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched(_first(args)):
+        x = args[0][0] if isinstance(args[0], tuple) else args[0]
+        if torch.compiler.is_dynamo_compiling() or is_watched(x):
             return overload(*_flat(args))
         return shortcut(*args)
 
@@ -196,7 +197,7 @@ def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Cal
 def _schema(
     function: Callable[..., Any], results: int | None, writes: str
 ) -> tuple[list[Any], str]:
-    """Return the tuple class of each parameter (None: a single argument), and the flat schema."""
+    """Return each parameter's tuple class, or None for a single argument, and the flat schema."""
     hints = get_type_hints(function)
     result = hints.pop("return")
     parameters: list[Any] = []

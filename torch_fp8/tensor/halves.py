@@ -48,16 +48,16 @@ class PayloadCast(NamedTuple):
     def of(spec: CastSpec, transposed: bool) -> "PayloadCast":
         """Return the cast for a layer whose weight is stored as (N, K), or `transposed` as (K, N).
 
-        Squares are cast as they are stored, for both layouts have the same scales. Other payloads
-        serve forward alone, which reads (N, K), quantized along K.
+        Square blocks are cast as they are stored, because both layouts have the same scales. Other
+        payloads serve only forward, which reads (N, K), quantized along K.
         """
         return PayloadCast(spec, transposed and spec.granularity not in SQUARE)
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the scale comes from the weight's amax, which takes a read of its own.
+        """Whether the scale comes from the weight's amax, which takes a separate read.
 
-        With delayed scaling, too: the optimizer knows the amax of the weight that it writes.
+        It does with delayed scaling, too: the optimizer knows the amax of the weight it writes.
         """
         return self.spec.granularity == "tensorwise"
 
@@ -160,7 +160,7 @@ class Halves:
         return self.measured == self.version and not in_shared_memory(self.high)
 
     def keep_payload(self, cast: PayloadCast | None) -> None:
-        """Keep the result of a cast from step to step, or None to keep nothing."""
+        """Keep the result of a cast from step to step, or nothing if `cast` is None."""
         if cast != self.cast:
             with torch.inference_mode(False):
                 self.payload = None if cast is None else cast.empty(self.high)
@@ -170,15 +170,15 @@ class Halves:
         """Return the payload, always in the same memory, which graphs read.
 
         Args:
-            cast: what the caller needs.
+            cast: cast that the caller needs.
         Returns:
-            The payload, or None if it is not kept, or that of another cast is.
+            The payload, or None unless the result of this cast is kept.
         """
         if self.payload is None or cast != self.cast:
             return None
         if not self.is_filled:
             assert cast is not None
-            # Not through the tensors: a backward may have saved them, and reads both or neither.
+            # `.data` keeps the version: a backward may have saved both tensors, and they match.
             for old, new in zip(self.payload[:2], cast(self)[:2], strict=True):
                 old.data.copy_(new)
             self.filled = self.version
@@ -263,7 +263,7 @@ class Halves:
 
     @staticmethod
     def unflattened(inner: dict[str, Tensor], context: Any) -> "Halves":
-        """Return halves of the tensors and the constant of `flattened`."""
+        """Return the halves that `flattened` took apart."""
         (bits, cast), payload = context, None
         if cast is not None:
             parts = inner["fp8_payload"], inner["fp8_scale"]
@@ -273,7 +273,7 @@ class Halves:
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors that follow from `high`: its amax, its payload and the payload's scale."""
+        """The tensors derived from `high`: its amax, its payload and the payload's scale."""
         return [x for x in (self.amax, *(self.payload or ())[:2]) if x is not None]
 
     @property

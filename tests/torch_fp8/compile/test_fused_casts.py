@@ -25,6 +25,13 @@ pytestmark = pytest.mark.long
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "phi3": (Phi3Config, Phi3DecoderLayer)}
+each_recipe = pytest.mark.parametrize(
+    "recipe",
+    [
+        *("tensorwise", "delayed", "blockwise"),
+        *(pytest.param(r, marks=pytest.mark.combination) for r in ("rowwise", "mxfp8")),
+    ],
+)
 TOKENS = 256
 GEMMS = ("scaled_mm", "mm")
 
@@ -178,7 +185,7 @@ def test_a_compiled_block_is_scaled_by_steps_as_an_eager_one():
         assert all(m.fp8.scales_known for m in twin.modules() if isinstance(m, Float8Linear))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_a_compiled_block_keeps_for_backward_what_an_eager_one_keeps(recipe):
     block = Block(recipe=recipe)
     there = [*block.parameters(), *block.angles]
@@ -194,7 +201,7 @@ def test_a_compiled_block_keeps_for_backward_what_an_eager_one_keeps(recipe):
     assert total == pytest.approx(saved.total, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_a_selective_checkpoint_repeats_three_gemms(recipe):
     forward, backward = _checkpointed(recipe, context_fn=selective_checkpoint_contexts)
     products = 8 if recipe == "tensorwise" else 14  # blocks do not divide k and v
@@ -319,7 +326,7 @@ def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts)
     "options",
     [
         {"recipe": "tensorwise"},
-        {"recipe": "blockwise"},
+        pytest.param({"recipe": "blockwise"}, marks=pytest.mark.combination),
         {"recipe": "delayed", "save_activations": "bf16"},
     ],
     ids=lambda options: options["recipe"],

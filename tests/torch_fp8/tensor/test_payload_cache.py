@@ -151,20 +151,6 @@ def _in_place(weight):
         weight.mul_(2)
 
 
-@pytest.mark.parametrize("write", [lambda weight: weight.data.mul_(2), _in_place])
-@pytest.mark.parametrize("cache", [False, True])
-def test_a_write_from_outside_is_seen(write, cache):
-    models = [_model(None), _model(cache)]
-    for after_step in (False, True):
-        for model, optimizer in models:
-            _backward(model, 0)
-            if after_step:
-                optimizer.step()
-            write(model[2].weight)
-        plain, cached = (_backward(model, 1) for model, _ in models)
-        assert torch.equal(plain, cached)
-
-
 _COLLECTIVES = {
     "broadcast": lambda w: dist.broadcast(w, 0),
     "all_reduce": lambda w: dist.all_reduce(w),

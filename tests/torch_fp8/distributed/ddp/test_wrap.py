@@ -208,7 +208,7 @@ def test_averages_are_exact_up_to_their_rounding():
 @on_ranks(2)
 def test_a_sum_of_many_micro_batches_does_not_fall_short():
     found = []
-    for communication, counts in (("fp8", (64, 512, 2048)), ("off", (64,))):
+    for communication, counts in (("fp8", (64, 512)), ("off", (64,))):
         model = nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 70))
         ddp, _optimizer, _ = wrapped("O2", model, communication=communication)
         sums = local_gradients(ddp)
@@ -225,7 +225,7 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
             for name, p in ddp.module.named_parameters()
         ]
         found.append(worst_sum(pairs))
-    assert len(found) == 4
+    assert len(found) == 3
     for *projections, decibels in found:
         assert projections == pytest.approx([1, 1], abs=0.003)
         assert decibels >= 30
@@ -234,7 +234,7 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
 @on_ranks(2)
 def test_where_ddp_needs_plain_gradients_it_runs_as_o2_and_says_so():
     for option in ("find_unused_parameters", "static_graph"):
-        with pytest.warns(UserWarning, match="stay in BF16"):
+        with pytest.warns(UserWarning, match="no gradient has 8 bits"):
             ddp, optimizer, report = wrapped(options={option: True})
         train(ddp, optimizer)
         backward(ddp, 9)
