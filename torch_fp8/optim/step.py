@@ -83,9 +83,10 @@ class KeptMatrix(NamedTuple):
 
 def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
     """Return the last step's matrix with a gradient, or None if weight or moments have changed."""
-    if halves.matrix is None or halves.stepped != halves.version:
+    kept: KeptMatrix | None = halves.matrix
+    if kept is None or halves.stepped != halves.version:
         return None
-    matrix, codes_of, first, second = halves.matrix
+    matrix, codes_of, first, second = kept
     try:
         exp_avg, exp_avg_sq = codes_of(state["exp_avg"]), codes_of(state["exp_avg_sq"])
     except (KeyError, AttributeError):  # a new state, or plain tensors that were assigned
@@ -93,13 +94,13 @@ def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> W
     same = exp_avg[0] is first() and exp_avg_sq[0] is second()
     if not same or not state["step"].is_cpu:
         return None
-    weight, residual, _, _, _, *others, _ = matrix
-    gradient = gradient_matrix(grad, weight.shape)
+    gradient = gradient_matrix(grad, matrix.weight.shape)
     if matrix.payload is not None:
         codes = gradient.qdata if isinstance(gradient, GradientParts) else gradient
         if codes.data_ptr() % 16:
             return None
-    return WeightMatrix(weight, residual, gradient, exp_avg, exp_avg_sq, *others, number)
+    others: Any = (*matrix[5:-1], number)
+    return WeightMatrix(*matrix[:2], gradient, exp_avg, exp_avg_sq, *others)
 
 
 def step_large(entries: list[Entry], config: FP8Config) -> None:
@@ -285,7 +286,7 @@ def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
     )
 
 
-def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
+def gradient_matrix(grad: Tensor, shape: tuple[int, ...]) -> Tensor | GradientParts:
     """Return a gradient in the form that the step accepts.
 
     Args:
