@@ -75,8 +75,8 @@ def new_state(parameter: Tensor) -> State:
     return state
 
 
-def settle_moments(parameter: Tensor, state: State) -> None:
-    """Bring moments that were assigned or moved outside to the form and device of the step.
+def settle_state(parameter: Tensor, state: State) -> None:
+    """Create a state, or bring what was assigned or moved outside to the step's form and device.
 
     Args:
         parameter: the parameter.
@@ -85,6 +85,10 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
+    if "step" not in state:
+        state.update(new_state(parameter))
+    if not state["step"].is_cpu:
+        state["step"] = state["step"].cpu()
     large, like = is_large(parameter), local(parameter)
     cls, dtype = (Float8Moment, torch.float32) if large else (Tensor, small_dtype(parameter))
     for name, format in MOMENT_FORMATS.items():
