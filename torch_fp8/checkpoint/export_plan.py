@@ -42,10 +42,11 @@ from torch_fp8.checkpoint.stored_names import (
     stored_parts,
 )
 from torch_fp8.conversion.selection import first_reasons
-from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
+from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer, is_paused
+from torch_fp8.nn.scale_buffers import scaling_buffers
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import ScaleSource, delayed_scale, past_amax

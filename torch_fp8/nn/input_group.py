@@ -29,9 +29,9 @@ from torch_fp8.autograd.current_pass import output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters, written_in_backward
 from torch_fp8.nn import linear_function
 from torch_fp8.nn.class_swap import is_fsdp_class
-from torch_fp8.nn.delayed_scaling import graph_buffers
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
 from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
+from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor

@@ -204,7 +204,8 @@ def fprop(
 def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     """Save tensors for backward under names, without those that are None.
 
-    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None.
+    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None. A
+    graph's backward takes scales from their table again (`TableScale`).
     Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
     train such a weight under autocast, because they save their cast copy of it.
     """
@@ -214,6 +215,9 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
         for name, t in tensors.items()
         if t is not None
     }
+    tables = {} if is_eager else present
+    ctx.again = {name: t.fp8_again for name, t in tables.items() if hasattr(t, "fp8_again")}
+    present = {name: t for name, t in present.items() if name not in ctx.again}
     ctx.saved_names = tuple(present)
     ctx.split_names = [name for name, t in present.items() if isinstance(t, SplitWeight)]
     ctx.save_for_backward(*present.values())
@@ -226,6 +230,7 @@ def saved_by_name(ctx: Any) -> dict[str, Tensor]:
     float32 value instead, which is split again. Ties round up, so the half is the same.
     """
     saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+    saved |= {name: again() for name, again in ctx.again.items()}
     for name in ctx.split_names:
         if not isinstance(saved[name], SplitWeight):
             saved[name] = split(encoded.plain(saved[name]), bits=0)[0]
