@@ -1,11 +1,11 @@
 """The extension points in Accelerate, transformers, TRL and PEFT; `_fp8_autoload` calls `extend`
 with each of their modules on its import.
 
-It may be called twice. If an upstream name has moved, it raises AttributeError before it
+`extend` may be called twice. If an upstream name has moved, it raises AttributeError before it
 changes anything, and the host works as without this package. A wrapper keeps the wrapped function
 as ``_fp8_original``. This module imports only the standard library, because Accelerate is half
-imported when it runs. It has the wrappers that need nothing of the engine; the others are in the
-modules of `_WRAPPERS`.
+imported when it runs. Wrappers that don't need the engine are here; the others are in the modules
+of `_WRAPPERS`.
 """
 
 import os
@@ -138,11 +138,11 @@ _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "peft.tuners.tuners_utils": (_ADAPTERS, _may_be_frozen),
     "peft.utils.save_and_load": (_ADAPTERS, _may_be_frozen),
 }
-"""The module of our functions for each of the hosts', and the function that wants them."""
+"""The module of our functions for each module of a host, and the test of calls that need them."""
 
 
 def extend(module: Any) -> None:
-    """Wrap the names that `_fp8_points` has of a host's module, or refuse a host that is too old.
+    """Wrap the names that `_fp8_points` lists for a module, or refuse a host that is too old.
 
     TRL's trainers with other methods than the known ones warn that nothing is measured.
     """

@@ -194,7 +194,7 @@ def clip_grad_norm(
 ) -> Any:
     """Extend ``Accelerator.clip_grad_norm_``: gradient release leaves no gradient to measure.
 
-    An infinite `max_norm` only measures; with another one, the gradients themselves refuse.
+    An infinite `max_norm` only measures; with any other, the gradients themselves raise an error.
     """
     if preparation_of(self).config.gradient_release and math.isinf(max_norm):
         return torch.zeros((), dtype=torch.float32)

@@ -55,11 +55,7 @@ def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
     """
     from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
-    recipes = (
-        AORecipeKwargs,
-        TERecipeKwargs,
-        MSAMPRecipeKwargs,
-    )  # FP8RecipeKwargs derives from two
+    recipes = AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs  # FP8RecipeKwargs is of two
     others = [type(handler).__name__ for handler in handlers if isinstance(handler, recipes)]
     backend = os.environ.get(BACKEND_VARIABLE, "").upper()
     if backend not in ("", "NO", ENGINE):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accelerate_fp8.trainer import warn_once
 from torch_fp8 import weights_for_engine
-from torch_fp8.checkpoint.fold_adapters import why_not_folded
+from torch_fp8.checkpoint.adapters import why_not_folded
 from torch_fp8.nn.layer_filter import quantized_by
 from torch_fp8.nn.linear import Float8Layer
 
@@ -51,9 +51,7 @@ def _is_handed_over(generation: Any) -> bool:
     if not hasattr(generation, "_iter_named_params"):
         reason = "this version of TRL reads the parameters itself"
     if reason:
-        warn_once(
-            f"FP8: TRL merges adapters in place for vLLM and unmerges them afterwards: {reason}"
-        )
+        warn_once(f"FP8: TRL merges adapters in place for vLLM and unmerges them later: {reason}")
     return not reason
 
 
@@ -84,7 +82,7 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Return the weights in the form that an engine with this configuration expects.
 
     Raises:
-        ValueError: the engine would multiply by weights that it does not make from those it gets.
+        ValueError: the engine would not multiply by the weights that it receives.
     """
     quantization = _of(config, "quantization")
     stored = _of(_of(config, "hf_config"), "quantization_config")

@@ -177,13 +177,6 @@ def _bool(text: str) -> bool:
     raise ValueError("expected true or false")
 
 
-def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("expected an integer") from None
-
-
 def _literal(text: str) -> Any:
     """Return the value that a config file had before Accelerate exported it as text."""
     try:
@@ -204,7 +197,7 @@ def _format(text: str) -> str:
     return value
 
 
-_HISTORY = _Meaning("--fp8_amax_history_len", 1024, _int, "amax_history_len")
+_HISTORY = _Meaning("--fp8_amax_history_len", 1024, int, "amax_history_len")
 _ALGORITHM = _Meaning("--fp8_amax_compute_algo", "most_recent", str.lower, "amax_compute_algo")
 _LEVEL = _Meaning("--fp8_opt_level", "O2", str.upper, "opt_level")
 _OVERRIDE = "--fp8_override_linear_precision"
@@ -218,7 +211,7 @@ _MEANINGS: dict[str, _Meaning] = {
     "AMAX_HISTORY_LENGTH": _HISTORY._replace(flag="fp8_config.amax_history_length"),
     "AMAX_COMPUTE_ALGO": _ALGORITHM,
     "AMAX_COMPUTE_ALGORITHM": _ALGORITHM._replace(flag="fp8_config.amax_compute_algorithm"),
-    "MARGIN": _Meaning("--fp8_margin", 0, _int, "margin"),
+    "MARGIN": _Meaning("--fp8_margin", 0, int, "margin"),
     "USE_AUTOCAST_DURING_EVAL": _Meaning(
         "--fp8_use_autocast_during_eval", False, _bool, "eval_fp8"
     ),
@@ -228,7 +221,7 @@ _MEANINGS: dict[str, _Meaning] = {
     "OVERRIDE_WGRAD": _Meaning(_OVERRIDE, False, _bool, "wgrad", lambda _: "bf16"),
     "OVERRIDE_FPROP": _Meaning(_OVERRIDE, False, _bool, refusal=_HIGH_PRECISION.format("fprop")),
     "OVERRIDE_DGRAD": _Meaning(_OVERRIDE, False, _bool, refusal=_HIGH_PRECISION.format("dgrad")),
-    "INTERVAL": _Meaning("--fp8_interval", 1, _int, refusal="scales are computed at every step"),
+    "INTERVAL": _Meaning("--fp8_interval", 1, int, refusal="scales are computed at every step"),
     "PAD_INNER_DIM": _Meaning(
         "--fp8_pad_inner_dim", True, _bool, refusal="sizes that need padding are always padded"
     ),

@@ -14,7 +14,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from torch_fp8 import load_scaling_state_dict, scaling_state_dict
-from torch_fp8.checkpoint.whole_folder import whole_file
+from torch_fp8.checkpoint.files import whole_file
 
 _NAME = "fp8_scaling_{}.safetensors"
 

@@ -112,7 +112,7 @@ class Monitoring:
             self._say(monitor.summary())
 
     def save(self, folder: str | Path, is_main_process: bool) -> None:
-        """Write the monitors' state, the same on all ranks, beside a checkpoint."""
+        """Write the monitors' state, the same on all ranks, into a checkpoint's folder."""
         states = [monitor.state_dict() for monitor in self._monitors.values()]
         if states and is_main_process:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.monitoring import Monitoring
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, bare
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
+from torch_fp8.checkpoint.adopt import take_over
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.selection import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -74,7 +74,7 @@ class Preparation:
 
         Args:
             model: the model given to ``prepare``; its Parameters stay the same objects.
-            device: the device on which it will run, or None for its present device.
+            device: the device on which it will run, or None for its current device.
             evaluation_mode: whether the model is prepared only for evaluation.
             sharded: whether FSDP2 shards it next.
         Raises:
@@ -142,7 +142,7 @@ class Preparation:
             )
 
     def serve(self, trainer: Any) -> None:
-        """Run with a Trainer, which calls back at its steps: the monitor, and the last steps."""
+        """Let a Trainer's steps drive the monitor, and the precision of the last steps."""
         if (self.config.monitor or self.config.bf16_last) and not self._knows_steps:
             from accelerate_fp8.trainer_callback import StepsCallback
 
@@ -173,7 +173,7 @@ class Preparation:
     def save(
         self, models: Sequence[nn.Module], folder: str, process_index: int, is_main: bool
     ) -> None:
-        """Save beside a checkpoint what stock hosts do not: histories and monitors."""
+        """Add to a checkpoint's folder what stock hosts don't save: histories and monitors."""
         save_history(models, folder, process_index)
         self.monitoring.save(folder, is_main)
 

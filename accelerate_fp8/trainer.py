@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import SAMPLES, holding, is_engine_chosen
-from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.checkpoint.adopt import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.optim.merged_state import whole_weights
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -90,7 +90,7 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """Extend ``Trainer._wrap_model``: refuse what the Trainer does past Accelerate.
+    """Extend ``Trainer._wrap_model``: refuse a wrapper that bypasses Accelerate.
 
     Raises:
         ValueError: one process sees several GPUs, so the Trainer would use DataParallel.

@@ -12,7 +12,7 @@ The sizes are those of Llama-3.2-1B at 16,384 tokens, Llama-3.1-8B at 8,192, and
 * ``frozen``: the same without a gradient of the weight, as in LoRA.
 
 For log-probabilities, ``stock`` is TRL's ``selective_log_softmax`` and ``entropy_from_logits`` of
-given logits, ``TRL`` its kernel for both, and ``ours`` our kernel, all without the product.
+given logits, ``TRL`` is its kernel for both, and ``ours`` our kernel, all without the product.
 
 * ``median_ms``: time on the GPU; ``tflops``: FLOPs of the products over that time;
 * ``peak_mib``: peak memory, not counting the allocations before;

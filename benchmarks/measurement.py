@@ -55,12 +55,12 @@ def interleaved(
         variants: name -> one call of the measured function.
         device: where they run; on a GPU the L2 cache is flushed before each call.
         repetitions: calls of each variant.
-        warmup: calls of each variant before; None: 3 on a GPU, 1 on a CPU, where figures are there
-            to be made, not to be read.
-        wait_ms: how long a GPU waits before each call, about: longer than the host needs to launch
-            it, where that is not to be measured.
-        failures: gets a note for each variant that raises, which the others then go on without;
-            None: it raises here.
+        warmup: calls of each variant before, or None for 3 on a GPU and 1 on a CPU, whose times
+            do not count.
+        wait_ms: about how long a GPU waits before each call: longer than the host needs to launch
+            it, if the host's time is not to be measured.
+        failures: gets a note for each variant that raises, while the others go on; or None to
+            raise here.
     """
     runs = dict(variants)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
@@ -131,7 +131,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
         "triton": _triton_version(),
-        # A copy without its history is told by the variable.
+        # In a copy without history, the variable has the commit.
         "commit": os.environ.get("COMMIT")
         or _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -164,7 +164,7 @@ def parser(
             if arguments.csv is None:
                 arguments.csv = (TOY_RESULTS if arguments.toy else OUTPUT) / f"{name}.csv"
             if arguments.toy and arguments.csv.resolve().is_relative_to(RESULTS):
-                self.error("toy figures do not belong into benchmarks/results")
+                self.error("toy figures do not belong in benchmarks/results")
             flags = ("toy", *(flag.lstrip("-") for flag in without_gpu))
             runs = torch.cuda.is_available() or any(getattr(arguments, f) for f in flags)
             if not runs:
@@ -235,7 +235,7 @@ class GraphBreaksError(Exception):
 
 @contextmanager
 def graphs_counted(figures: dict[str, object], mode: str) -> Iterator[None]:
-    """Count the graphs that torch.compile makes inside, and where it breaks one off.
+    """Count the graphs that torch.compile makes inside, and the breaks.
 
     Args:
         figures: gets the columns of GRAPHS.

@@ -66,7 +66,7 @@ def draw(path: Path) -> Path | None:
         the path of the PNG, or None if it was not drawn, for a printed reason.
     """
     if path.stem not in PICTURES:
-        print(f"no picture of {path.name}: that of {', '.join(PICTURES)} is told by the name")
+        print(f"no picture of {path.name}: there are pictures of {', '.join(PICTURES)}")
         return None
     try:
         import matplotlib

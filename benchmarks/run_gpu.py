@@ -204,7 +204,7 @@ def run_part(name: str, command: list[str], seconds: float) -> tuple[int, str]:
     print(f"== {name}: up to {seconds:.0f} s", flush=True)
     environment = dict(os.environ)
     if name in TESTS:
-        environment["OMP_NUM_THREADS"] = "1"  # beside other processes
+        environment["OMP_NUM_THREADS"] = "1"  # several processes share the cores
     elif name != "self-test":
         command = [*command, "--budget", f"{max(seconds - GRACE, 0.5 * seconds):.0f}"]
     # A group of its own, which is ended with it.
@@ -218,7 +218,7 @@ def run_part(name: str, command: list[str], seconds: float) -> tuple[int, str]:
             process.wait(GRACE / 2)
         return 1, cut_off(seconds)
     finally:
-        end_all(process)  # and what it may have left running, beside which nothing is to be timed
+        end_all(process)  # and what it may have left running: that would disturb the next timing
     return status, "done" if status == 0 else f"exit status {status}"
 
 

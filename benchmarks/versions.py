@@ -102,7 +102,7 @@ def parse(part: str) -> list[tuple[str, str]]:
     "4.57")].
 
     Raises:
-        ValueError: a host without tests here, or no version, nor "newest".
+        ValueError: a host without tests here, or neither a version nor "newest".
     """
     items = []
     for item in part.split("+"):

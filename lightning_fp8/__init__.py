@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     # Lazily, because Lightning's import also imports this module in runs without FP8.
     if name == "FP8Monitor":
         raise ImportError(
-            "lightning_fp8.FP8Monitor is gone: take plugins=[FP8Precision(monitor=100)] or "
+            "lightning_fp8.FP8Monitor was removed: use plugins=[FP8Precision(monitor=100)] or "
             "TORCH_FP8_CONFIG='{\"monitor\": 100}'"
         )
     if name not in __all__:

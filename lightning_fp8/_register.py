@@ -31,7 +31,7 @@ PLUGINS = {
 
 
 class Request:
-    """A user's object, which a connector replaces by one of its own copy of Lightning.
+    """A user's object, which a connector replaces by an object for its own copy of Lightning.
 
     Its subclasses `FP8Precision` and `FP8FSDPStrategy` are public. The modules of `PLUGINS` have
     subclasses of these, under the same names.

@@ -34,11 +34,7 @@ def find_blocks(
                 f"{', '.join(missing)}"
             )
         return _outermost(m for m in model.modules() if type(m).__name__ in wanted)
-    declared = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", None) or ()
-    }
+    declared = {n for m in model.modules() for n in getattr(m, "_no_split_modules", None) or ()}
     blocks = _outermost(m for m in model.modules() if type(m).__name__ in declared)
     return blocks or _outermost(_repeated(model))
 

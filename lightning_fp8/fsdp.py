@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -75,9 +75,7 @@ class FP8FSDPStrategy(Request):
             "process_group_backend": process_group_backend,
             **({} if timeout is None else {"timeout": timeout}),
         }
-        own = {
-            name: vars(self)[name] for name in ("blocks", "reshard_after_forward", "cpu_offload")
-        }
+        own = {n: vars(self)[n] for n in ("blocks", "reshard_after_forward", "cpu_offload")}
         self.request = own | self.of_host
 
 
@@ -223,9 +221,7 @@ class FabricStrategy(HostStrategy):
                 )
         names = dict(module.named_parameters(remove_duplicate=False))
         sharded = self.setup_module(module)
-        new: dict[Tensor, Tensor] = {
-            names[name]: p for name, p in sharded.named_parameters(remove_duplicate=False)
-        }
+        new = {names[n]: p for n, p in sharded.named_parameters(remove_duplicate=False)}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [new.get(p, p) for p in group["params"]]

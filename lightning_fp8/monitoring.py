@@ -40,9 +40,7 @@ class MonitoredPrecision:
         if module is None or module in self._monitors or not (self.config.monitor and trained):
             return
         folder = log = None
-        where = (
-            "to no logger, because Fabric does not pass loggers to plugins (see docs/monitoring.md)"
-        )
+        where = "to no logger, because Fabric passes none to its plugins (see docs/monitoring.md)"
         if trainer is not None:
             folder, log = trainer.log_dir, functools.partial(_log, ref(trainer))
             where = "to loggers only, because there is no log_dir"

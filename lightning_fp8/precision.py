@@ -37,7 +37,7 @@ from torch_fp8 import (
     revert,
     scaling_state_dict,
 )
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
+from torch_fp8.checkpoint.adopt import take_over
 from torch_fp8.config import given_config
 from torch_fp8.conversion.forward_precision import unscheduled
 from torch_fp8.conversion.selection import NothingToConvertError

@@ -41,7 +41,7 @@ TESTS = {
     "report": (),
     "commands": (),
 }
-"""By extra, the tests that run with it; what they import beside it is installed for them."""
+"""By extra, the tests that run with it; what else they import is installed for them."""
 COMMANDS = {
     "none": (["--version"], ["env"]),
     "commands": (["plan", "llama-3.2-1b", "--method", "lora"],),

@@ -4,7 +4,9 @@
 #   scripts/test.sh           what needs no GPU; of costly parametrized tests, a few items that have
 #                             each value of each parameter. CI runs this
 #   scripts/test.sh --all     these tests with all combinations of values
-#   scripts/test.sh --fast    without the tests marked `long`, but for those marked `smoke`
+#   scripts/test.sh --fast    without the tests marked `long`, but for those marked `smoke`; half a
+#                             second of each parametrized test
+#   scripts/test.sh --slow    only the tests marked `slow`: command lines of TRL, long emulated steps
 #   scripts/test.sh PATH...   pytest alone, with these arguments: a path, -k, -x ...
 #
 # TEST_PROCESSES: how many tests run at the same time (default 2).
@@ -20,14 +22,15 @@ export PIP_COMPILE=0
 case "$*" in "" | --all) start_pythons ;; esac
 setup dev
 case "$*" in
-"" | --all | --fast)
+"" | --all | --fast | --slow)
   "$venv/bin/python" -m ruff check .
   "$venv/bin/python" -m ruff format --check .
   "$venv/bin/python" -m mypy
   [ -z "$pythons" ] || wait_for_pythons
   chosen="not gpu and not slow"
   [ "$*" = --all ] || chosen+=" and not combination"
-  [ "$*" != --fast ] || chosen+=" and (not long or smoke)"
+  [ "$*" != --fast ] || chosen+=" and (not long or smoke) and not costly"
+  [ "$*" != --slow ] || chosen="slow and not gpu"
   # A file's tests share what they set up and stay together; tests/durations.py has the order.
   set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --durations 20 -m "$chosen"
   ;;

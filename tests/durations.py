@@ -4,7 +4,8 @@ The measure is processor time, that of the processes a test starts and waits for
 what else the machine does hardly counts. A test that takes more than `LIMIT_S` with its set-up must
 have the marker ``long``; ``scripts/test.sh --fast`` leaves those out, but for the ones marked
 ``smoke``. Of a parametrized test that is in the record, ``scripts/test.sh`` runs the `samples`; the
-other items get the marker ``combination`` and run with ``--all``, or if you name the file.
+other items get the marker ``combination`` and run with ``--all``, or if you name the file. The
+``--fast`` run takes as many samples as last `FAST_S`, at least one; the others are ``costly``.
 
 Every run with ``--junit-xml=FILE`` writes the seconds into FILE. ``python -m tests.durations FILE``
 makes durations.json of it. With that, pytest-xdist is handed the longest files first: files stay
@@ -24,6 +25,8 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 5.0
+FAST_S = 0.5
+"""What ``--fast`` spends on one parametrized test, unless its first sample takes longer."""
 LOOP_S = 0.06
 """What `slowness` takes on the machine that durations.json is of."""
 NEW_MODULES = 50
@@ -100,23 +103,27 @@ def samples(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def mark_combinations(items: Sequence[pytest.Item], recorded: dict[str, float]) -> None:
-    """Marks all but the samples of a parametrized test that `recorded` has."""
+def mark_samples(items: Sequence[pytest.Item], recorded: dict[str, float]) -> None:
+    """Mark all but the samples of a parametrized test that `recorded` has, and costly samples."""
     functions = defaultdict(list)
     for item in items:
         function = function_of(item.nodeid)
-        ordinary = not (item.get_closest_marker("slow") or item.get_closest_marker("gpu"))
+        ordinary = not any(map(item.get_closest_marker, ("slow", "gpu", "combination")))
         if function in recorded and hasattr(item, "callspec") and ordinary:
             functions[function].append(item)
-    for parametrized in functions.values():
-        for item in set(parametrized) - set(samples(parametrized)):
+    for function, parametrized in functions.items():
+        chosen = samples(parametrized)
+        for item in set(parametrized) - set(chosen):
             item.add_marker("combination")
+        number = max(1, int(FAST_S / recorded[function] * len(chosen)))
+        for item in [item for item in chosen if not is_long(item)][number:]:
+            item.add_marker("costly")
 
 
 def pytest_collection_modifyitems(config, items):
     """Before pytest selects by markers."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    mark_combinations(items, recorded)
+    mark_samples(items, recorded)
     if hasattr(config, "workerinput"):
         items[:] = longest_first(items, recorded)
 

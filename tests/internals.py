@@ -21,18 +21,18 @@ _NAMES = {
     "torch_fp8.autograd.current_pass": "saves_nothing warn_once",
     "torch_fp8.autograd.function": "is_saved of_text",
     "torch_fp8.autograd.selective_checkpoint": "ATTENTION CASTS operator_name",
-    "torch_fp8.checkpoint.adopt_checkpoint": "folder_of take_over",
-    "torch_fp8.checkpoint.fold_adapters": "SmoothFold why_not_folded",
-    "torch_fp8.checkpoint.formats": "read_format",
-    "torch_fp8.checkpoint.safetensors_files": "QuantizedFiles SafetensorsFiles",
-    "torch_fp8.checkpoint.whole_folder": "whole_file whole_folder",
+    "torch_fp8.checkpoint.adapters": "SmoothFold why_not_folded",
+    "torch_fp8.checkpoint.adopt": "take_over",
+    "torch_fp8.checkpoint.formats": "FileFormat export_format parse_format",
+    "torch_fp8.checkpoint.files": "SafetensorsFiles folder_of whole_file whole_folder",
+    "torch_fp8.checkpoint.load": "QuantizedFiles read_format",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
     "torch_fp8.conversion.detect_producers": "find_gated_layers find_gated_mlp find_rms_norm",
     "torch_fp8.conversion.expert_layers": "expert_reason",
     "torch_fp8.conversion.forward_precision": "LastSteps",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
-    "torch_fp8.conversion.fused_layers": "share_output",
+    "torch_fp8.conversion.fused_layers": "convert_producers share_output",
     "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
     "torch_fp8.conversion.memory": "expected_bytes_per_param expected_memory",
     "torch_fp8.conversion.report": "matmul_flops",
@@ -44,7 +44,7 @@ _NAMES = {
         "Float8Replicas disconnect_replicas factor_of layout_of pack_parts structure_of "
         "unpack_parts"
     ),
-    "torch_fp8.distributed.fsdp.split_weights": "param_groups reshard",
+    "torch_fp8.distributed.fsdp.split_weights": "reshard",
     "torch_fp8.distributed.fsdp.unsharded_weight": (
         "Payload UnshardedFloat8Weight transposed_or_recast"
     ),
@@ -70,6 +70,7 @@ _NAMES = {
     "torch_fp8.monitor.run_log": "FILE_NAME RunLog",
     "torch_fp8.monitor.series": "Series",
     "torch_fp8.monitor.statistics": "decibel",
+    "torch_fp8.nn.class_swap": "param_groups",
     "torch_fp8.nn.conv1d": "Float8Conv1D",
     "torch_fp8.nn.deferred_logits": "defer_logits return_losses",
     "torch_fp8.nn.delayed_scaling": "GRAD_OUTPUT INPUT WEIGHT renew_scales",
@@ -243,7 +244,7 @@ _MODULES = {
     "transformer_engine": "torch_fp8.nn.transformer_engine",
     "transpose": "torch_fp8.kernels.transpose",
     "trials_module": "torch_fp8_tools.compare.trials",
-    "whole_folder_module": "torch_fp8.checkpoint.whole_folder",
+    "whole_folder_module": "torch_fp8.checkpoint.files",
 }
 """Modules that tests import; `kernels_` precedes a name that `torch_fp8.ops` has, too."""
 _HOMES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}

@@ -168,7 +168,7 @@ def test_the_engine_loads_its_tools_only_when_it_is_asked_for_plan():
 @pytest.mark.parametrize("name", ["count_communication", "CommunicationCount"])
 @pytest.mark.parametrize("package", ["torch_fp8", "torch_fp8.distributed"])
 def test_a_name_that_was_public_says_what_to_take(package, name):
-    with pytest.raises(ImportError, match=f"torch_fp8.{name} was removed: take torch.profiler, or"):
+    with pytest.raises(ImportError, match=f"torch_fp8.{name} was removed: use torch.profiler, or"):
         exec(f"from {package} import {name}")
 
 

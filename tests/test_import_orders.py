@@ -62,7 +62,7 @@ slow = pytest.mark.slow
         pytest.param("import accelerate.state", ACCELERATE[:2], marks=slow),
         pytest.param("import accelerate.utils.launch", ACCELERATE[:2], marks=slow),
         pytest.param("import accelerate.commands.launch", ACCELERATE[:2], marks=slow),
-        pytest.param("from transformers.training_args import TrainingArguments", (ARGUMENTS,)),
+        pytest.param("import transformers.training_args", (ARGUMENTS,), marks=slow),
         pytest.param("import transformers; transformers.TrainingArguments", (), marks=slow),
         pytest.param("import transformers.trainer", TRAINER, marks=slow),
         pytest.param("import transformers; transformers.Trainer", TRAINER, marks=slow),

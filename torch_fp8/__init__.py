@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # `as` shows type checkers that a name is public
     )
     from torch_fp8.checkpoint.export import ExportReport as ExportReport
     from torch_fp8.checkpoint.export import export as export
-    from torch_fp8.checkpoint.load_checkpoint import load_frozen as load_frozen
-    from torch_fp8.checkpoint.load_checkpoint import load_trainable as load_trainable
-    from torch_fp8.checkpoint.weight_sync import weights_for_engine as weights_for_engine
+    from torch_fp8.checkpoint.export import weights_for_engine as weights_for_engine
+    from torch_fp8.checkpoint.load import load_frozen as load_frozen
+    from torch_fp8.checkpoint.load import load_trainable as load_trainable
     from torch_fp8.config import FP8Config as FP8Config
     from torch_fp8.conversion.convert import conversion_report as conversion_report
     from torch_fp8.conversion.convert import convert_to_float8 as convert_to_float8
@@ -51,9 +51,8 @@ if TYPE_CHECKING:  # `as` shows type checkers that a name is public
 _NAMES = {  # module: public names that it defines; type checkers read the imports above
     "autograd.current_pass": ("high_precision",),
     "autograd.selective_checkpoint": ("selective_checkpoint_contexts",),
-    "checkpoint.export": ("ExportReport", "export"),
-    "checkpoint.load_checkpoint": ("load_frozen", "load_trainable"),
-    "checkpoint.weight_sync": ("weights_for_engine",),
+    "checkpoint.export": ("ExportReport", "export", "weights_for_engine"),
+    "checkpoint.load": ("load_frozen", "load_trainable"),
     "config": ("FP8Config",),
     "conversion.convert": ("conversion_report", "convert_to_float8"),
     "conversion.forward_precision": ("set_forward_precision",),
@@ -78,9 +77,9 @@ _REMOVED = dict.fromkeys(
     "and in training, without any call",
 ) | dict.fromkeys(
     ("CommunicationCount", "count_communication"),
-    "take torch.profiler, or tests/comm_counter.py of the repository",
+    "use torch.profiler, or tests/comm_counter.py of the repository",
 )
-"""Names that were public, and what to take in place of each."""
+"""Names that were public, and what to use instead of each."""
 
 __all__ = sorted([*_HOMES, "__version__"])
 

@@ -40,9 +40,9 @@ class FP8Config:
             raises an error. Default: ``"auto"``.
         wgrad (str): precision of the weight-gradient GEMM, ``fp8`` or ``bf16`` (SwitchBack).
             Default: ``"fp8"``.
-        grad_format (str | None): format of gradients, ``e5m2`` or ``e4m3``. None: the recipe
-            decides (E5M2 for tensorwise and delayed, whose one scale needs the range; E4M3 for
-            finer scales). Default: ``None``.
+        grad_format (str | None): format of gradients, ``e5m2`` or ``e4m3``, or None for that of the
+            recipe (E5M2 for tensorwise and delayed, whose one scale needs the range; E4M3 for finer
+            scales). Default: ``None``.
         fast_accum (tuple[str, ...]): GEMMs that use the tensor core's fast accumulation, any of
             ``fprop``, ``dgrad`` and ``wgrad``. The default, fprop only, is also that of Transformer
             Engine and torchao. Block-scaled GEMMs (``blockwise``, ``mxfp8``) are promoted to
@@ -55,8 +55,8 @@ class FP8Config:
             multiplied by 2^margin. Default: ``0``.
         graph_scales (str): ``last_step``: in graphs of torch.compile, layers with recipe
             ``tensorwise`` cast inputs and gradients with the last step's amax times a margin of 4
-            (inputs) or 8 (gradients), so that no cast reads its tensor for an amax first. What is
-            beyond saturates and is seen a step later; the step after that casts with current
+            (inputs) or 8 (gradients), so that no cast reads its tensor for an amax first. Larger
+            values saturate, which is noticed a step later; the step after that casts with current
             scales, as the first one does. Eager code computes scales from the current tensors.
             Default: ``"current"``.
         tokens (int): number of tokens with which recipe ``auto`` measures, at least 1. Set it to
@@ -108,8 +108,8 @@ class FP8Config:
             Default: ``"auto"``.
         agreement_timeout (int | None): seconds for which ranks wait for each other before the first
             step, to compare versions and configurations; the error then names the ranks that did
-            not ask for FP8. None: 120 plus 1 for each rank, or the timeout of the process group if
-            that is shorter. Default: ``None``.
+            not enable FP8. None means 120 plus 1 for each rank, or the timeout of the process group
+            if that is shorter. Default: ``None``.
         smooth_swiglu (bool): Smooth-SwiGLU (arXiv 2409.12517): cast the input of the down
             projection of a gated MLP with one scale per channel, a power of two computed from the
             current tokens, and multiply the weight by its reciprocal as it is cast. The function
@@ -260,7 +260,7 @@ class FP8Config:
         The JSON is an object of field names and values. A recipe's name means ``{"recipe": name}``.
 
         Raises:
-            TypeError: `source` is no text and no path.
+            TypeError: `source` is neither text nor a path.
             ValueError: `source` is none of these, or has an unknown field or an invalid value.
         """
         values = read_json(source)

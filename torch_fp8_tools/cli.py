@@ -25,7 +25,7 @@ from torch_fp8.quantization.wording import REMOVED, suggestion
 from torch_fp8_tools.parsers import add_parsers
 
 _REMOVED = {
-    **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
+    **dict.fromkeys(("beside", "compare"), "use torch-fp8 compare, which draws both losses"),
     "check": "run a few steps with FP8Config(monitor=1), and torch-fp8 report",
     "largest": "plan the presets that you consider, one at a time",
     "roles": "plan each trained model, and add a byte for each parameter of a frozen one",

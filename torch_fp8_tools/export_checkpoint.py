@@ -10,25 +10,22 @@ import argparse
 import dataclasses
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export import ExportReport, copy_tokenizer, reported, write_quantization
-from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
-from torch_fp8.checkpoint.fold_adapters import AdapterFold
-from torch_fp8.checkpoint.formats import ExportFormat
-from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
-from torch_fp8.checkpoint.safetensors_files import (
-    QuantizedFiles,
-    SafetensorsFiles,
-    parse_size,
-    write_safetensors,
+from torch_fp8.checkpoint.adapters import AdapterFold
+from torch_fp8.checkpoint.export import (
+    ExportReport,
+    write_folder,
+    write_quantization,
 )
-from torch_fp8.checkpoint.stored_names import stored_parts
-from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
+from torch_fp8.checkpoint.exported_tensors import ModelTensors, exported_tensors
+from torch_fp8.checkpoint.files import SafetensorsFiles, copy_tokenizer, parse_size, refuse_existing
+from torch_fp8.checkpoint.formats import export_format
+from torch_fp8.checkpoint.load import QuantizedFiles, built_without_data, check_keys
+from torch_fp8.checkpoint.names import homes_of, stored_parts
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.revert import load_scaling_state_dict
@@ -96,7 +93,7 @@ def export_checkpoint(
         raise ValueError(
             "name the recipe that training used; recipe 'auto' chooses on the training card"
         )
-    ExportFormat(format, config.recipe)
+    export_format(format, config.recipe)
     most, path = parse_size(max_shard_size), refuse_existing(path)
     source = Path(checkpoint)
     if not (source / "config.json").is_file():
@@ -120,15 +117,16 @@ def export_checkpoint(
             for name in BUFFERS if isinstance(layer, Float8Layer) else ():
                 setattr(layer, name, torch.zeros_like(getattr(layer, name), device="cpu"))
         load_scaling_state_dict(model, history)
-    plan = plan_export(model, format, AdapterFold(model, merge=False), tensors)
-    with whole_folder(path) as folder:
-        sizes = write_safetensors(folder, plan.groups, most)
+    written = exported_tensors(model, format, AdapterFold(model, merge=False), tensors)
+
+    def configure(folder: Path) -> None:
         for name in ("config.json", "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        write_quantization(folder, plan)
+        write_quantization(folder, written)
         copy_tokenizer(source, folder)
-    return reported(model, plan, path, sizes)
+
+    return write_folder(model, written, path, most, configure)
 
 
 class _Tensors(ModelTensors):
@@ -149,22 +147,17 @@ class _Tensors(ModelTensors):
         super().__init__()
         self._files, self._device = files, device
         self._splits = config.keeps_residuals
-        homes = homes_of(model)
-        shapes = {key: getattr(*owners[0]).shape for key, owners in homes.items()}
+        tensors = {key: getattr(*owners[0]) for key, owners in homes_of(model).items()}
+        shapes = {key: tensor.shape for key, tensor in tensors.items()}
         fused = [key for name, m in model.named_modules() for key in expert_weights(name, m)]
         parts = stored_parts(model, shapes, fused)
-        owners_of = {}
-        for key, of_key in parts.items():
-            for part in of_key:
-                matrix = SimpleNamespace(
-                    weight=part.of(torch.empty(shapes[key], device="meta", dtype=torch.float32))
-                )
-                is_part = part.expert is not None
-                owners_of[part.name] = [(matrix, "weight")] if is_part else homes[key]
-        check_keys(model, self._files, owners_of)
-        stored = {id(owners_of[key]): key for key in self._files}
+        expected = {
+            part.name: part.of(tensors[key]) for key, of_key in parts.items() for part in of_key
+        }
+        check_keys(model, files, expected)
+        stored = {id(expected[key]): key for key in files}
         self._places = {
-            key: [stored[id(owners_of[part.name])] for part in of_key]
+            key: [stored[id(expected[part.name])] for part in of_key]
             for key, of_key in parts.items()
         }
 

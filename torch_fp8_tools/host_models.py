@@ -34,12 +34,12 @@ def missing_package(package: str, why: str, error: BaseException) -> ImportError
 def model_folder(name: str | Path) -> Path | None:
     """Return the folder of a model: `name` itself, or the hub's cache of it on this machine.
 
-    Nothing is downloaded. None if there is no such folder and no such model in the cache.
+    Nothing is downloaded. Without such a folder, or such a model in the cache, return None.
 
     Args:
         name: a folder, or the name of a model on the Hugging Face hub such as ``org/model``.
     """
-    from torch_fp8.checkpoint.adopt_checkpoint import folder_of
+    from torch_fp8.checkpoint.files import folder_of
 
     with contextlib.suppress(ImportError):
         importlib.import_module("huggingface_hub")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
-    """Compute 10 log10(sum(reference^2) / sum((reference - actual)^2)) in dB; inf: equal.
+    """Compute 10 log10(sum(reference^2) / sum((reference - actual)^2)) in dB; inf if equal.
 
     Args:
         reference, actual: tensors of the same shape, any floating dtype.

@@ -17,7 +17,7 @@ REMOVED = {
     "hosts": "torch-fp8 env reports whether they are extended, and a short run tests the flag",
     "exchange": "a short run on two processes tests it",
 }
-"""Former parts of the self-test, and what to take in place of each."""
+"""Former parts of the self-test, and what to use instead of each."""
 
 
 def add_parsers(commands: Any) -> None:

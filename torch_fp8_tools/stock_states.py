@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from torch_fp8.checkpoint.whole_folder import whole_file
+from torch_fp8.checkpoint.files import whole_file
 from torch_fp8.optim.checkpoint import OPTIONS_KEY
 from torch_fp8.optim.state import FORMATS_KEY, STATE_FORMATS, decoded, is_encoded
 from torch_fp8.quantization.wording import counted

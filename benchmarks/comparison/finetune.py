@@ -64,7 +64,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
     """
     model, data = arguments.model, arguments.data
     if data is not None:
-        read_rows(data)  # a mistake is told before a model is made
+        read_rows(data)  # a mistake ends the script before a model is made
     if model is None or data is None:
         import assets  # it imports torch
 

@@ -38,7 +38,7 @@ from torch_fp8 import (
     load_trainable,
     revert,
 )
-from torch_fp8.checkpoint.safetensors_files import QuantizedFiles
+from torch_fp8.checkpoint.load import QuantizedFiles
 from torch_fp8.nn import linear_function
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS

@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, object]] = {
     MANY: {},
 }
 COMPILED = "training, compiled"
-"""Compiled blocks, beside eager ones of the case ``training``."""
+"""Compiled blocks, measured together with the eager ones of the case ``training``."""
 COMPILED_VARIANTS = (
     *(BF16, "tensorwise", "tensorwise last_step O2 with payloads"),
     *("delayed", "blockwise", "torchao tensorwise"),

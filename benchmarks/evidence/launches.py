@@ -56,8 +56,8 @@ def _cuda_implementations() -> dict[str, Callable]:
 _CUDA = _cuda_implementations()
 
 IN_L2 = 64 * 1024
-"""The bytes of a tensor that programs may read again without memory traffic: a few kB of amaxes,
-beside an L2 cache of 50 MB.
+"""The bytes of a tensor that programs may read again without memory traffic: a few kB of amaxes
+stay in an L2 cache of 50 MB.
 """
 
 AT_ONCE = 132

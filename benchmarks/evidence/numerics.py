@@ -1,4 +1,4 @@
-"""Error of every recipe's casts and forward GEMM on kind and unkind inputs, as CSV.
+"""Error of every recipe's casts and forward GEMM on easy and hard inputs, as CSV.
 
     python -m benchmarks.evidence.numerics        # runs/benchmarks/numerics.csv
 

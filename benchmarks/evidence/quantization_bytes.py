@@ -163,7 +163,7 @@ def count_step(linear: Float8Linear, state: dict[str, Any]) -> list[Launch]:
         amax=amax if spec.granularity == "tensorwise" else None,
         payload=payload,
     )
-    scalars = StepScalars(0.1, 0.999, 0.001, 1e-6, 1.0, 1e-8, 1.0, 0.0, False, (1, 2))
+    scalars = StepScalars(0.1, 0.999, 0.001, 1e-6, 1.0, 1e-8, 1.0, 0.0, False, 1)
     payload_tensors = [t for t in payload if isinstance(t, Tensor)]
     others = [matrix.residual, matrix.grad, *matrix.exp_avg, *matrix.exp_avg_sq]
     return count_launches(

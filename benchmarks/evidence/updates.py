@@ -36,6 +36,7 @@ from torch_fp8.quantization.stochastic_rounding import (
     random_words,
     second_words,
     stream_keys,
+    stream_state,
 )
 
 COLUMNS = (
@@ -196,11 +197,12 @@ class PlainRun:
         # As in the package: torch's float32 root is wrong in the last bit here and there.
         denominator = v.double().sqrt().float() * scalars.inv_sqrt_correction + scalars.eps
         weight = weight - m / denominator * scalars.step_size
-        words = random_words(_index(weight), scalars.keys)
+        keys = stream_keys(0, after=scalars.stream)
+        words = random_words(_index(weight), keys)
         self._exp_avg = _rounded(m, store.moment1, ((words >> 8) & 0xFF) << 12 | 1 << 11)
         self._exp_avg_sq = _rounded(v, store.moment2, (words >> 12) & 0xFFFFF)
         few_bits = store.residual_bits is not None and store.residual_bits < 8
-        words = second_words(words, scalars.keys) if few_bits else words
+        words = second_words(words, keys) if few_bits else words
         self._merged = self._rounded_weight(weight, words)
 
     def _rounded_weight(self, weight: Tensor, words: Tensor | None) -> Tensor:
@@ -228,7 +230,7 @@ def scalars_of(lr: float, step: int) -> StepScalars:
         decay=1 - lr * WEIGHT_DECAY,
         weight_decay=0.0,
         maximize=False,
-        keys=stream_keys(SEED, step, 0),
+        stream=stream_state(SEED, step),
     )
 
 

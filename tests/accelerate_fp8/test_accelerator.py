@@ -41,17 +41,6 @@ def gemms(monkeypatch):
     return calls
 
 
-def test_prepare_converts_in_place_and_keeps_parameters(fp8):
-    model = Block()
-    optimizer = torch.optim.AdamW(model.parameters())
-    parameters = list(model.parameters())
-    prepared, _ = fp8.prepare(model, optimizer)
-    assert prepared is model
-    assert [type(m) for m in (model.up, model.down)] == [Float8Linear] * 2
-    assert type(model.lm_head) is nn.Linear
-    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
-
-
 def test_forward_runs_in_bf16_between_the_layers_and_returns_float32(fp8, gemms):
     model = fp8.prepare(Block())
     output = model(torch.randn(4, 32))
@@ -78,12 +67,6 @@ def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(accelerate, gemms, timed):
 def no_handler(monkeypatch):
     """As in a script that never imported `FP8Kwargs`."""
     monkeypatch.delitem(sys.modules, "accelerate_fp8.flags", raising=False)
-
-
-@pytest.mark.usefixtures("no_handler")
-def test_launchers_variable_chooses_fp8(accelerate, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    assert type(accelerate.Accelerator(cpu=True).prepare(Block()).up) is Float8Linear
 
 
 @pytest.mark.usefixtures("fp8", "no_handler")

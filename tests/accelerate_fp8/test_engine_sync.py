@@ -178,9 +178,7 @@ def test_adapters_that_do_more_than_add_are_merged_by_trl(tmp_path, said, option
     engine.take = lambda weights: set(dict(weights))  # type: ignore[method-assign]
     generation_of(model, engine, "colocate").sync_weights()
     assert len(said) == 1
-    assert (
-        "TRL merges adapters in place for vLLM and unmerges them afterwards: 'base_model" in said[0]
-    )
+    assert "TRL merges adapters in place for vLLM and unmerges them later: 'base_model" in said[0]
     after = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
     for parameter, (qdata, scale) in zip(after, before, strict=True):
         assert torch.equal(parameter.qdata.view(torch.uint8), qdata.view(torch.uint8))

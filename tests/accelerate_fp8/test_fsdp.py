@@ -97,7 +97,7 @@ def launched(tmp_path, environment, forked_hosts):
 
 @pytest.mark.parametrize(
     ("sparing", "kinds"),
-    [("false", ["loop", "trainer", "dpo", "lora"]), ("true", ["loop", "lora"])],
+    [("false", ["loop", "trainer", "dpo"]), ("true", ["loop", "lora"])],
     ids=["each-rank-loads", "rank-0-loads"],
 )
 def test_configuration_file_shards_unmodified_code(launched, tiny_model, sparing, kinds):

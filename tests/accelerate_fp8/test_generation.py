@@ -6,13 +6,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
 
 from tests.fp8_checkpoints import tiny_llama
-from tests.internals import (
-    Float8Layer,
-    WeightQuantizer,
-    current_pass,
-    linear_function,
-    quantizer,
-)
+from tests.internals import Float8Layer, WeightQuantizer, current_pass, linear_function, quantizer
 from torch_fp8 import FP8Config, convert_to_float8, rollout
 from torch_fp8.ops.quantize import dequantize
 

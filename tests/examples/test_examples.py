@@ -42,12 +42,10 @@ def test_a_script_stands_alone(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_in_fp8_and_saves_what_stock_reads(
-    name, forked_python, forked_hosts, tmp_path
-):
-    """One script imports its hosts itself, behind the launcher; others get what that sets."""
+def test_a_script_trains_in_fp8_and_saves_what_stock_reads(name, forked_hosts, tmp_path):
+    """One script starts behind the launcher; others get what that sets."""
     launched = name == "sft"
-    command = [forked_python if launched else forked_hosts]
+    command = [forked_hosts]
     if launched:
         command += ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
         command += ["--mixed_precision", "fp8"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.internals import E4M3, CastOptions, CastSpec, StepScalars, WeightPayload, stream_keys
+from tests.internals import E4M3, CastOptions, CastSpec, StepScalars, WeightPayload, stream_state
 from tests.kernel_cases.comparison import close, require
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
@@ -49,7 +49,7 @@ def scalars_of(step: int, i: int, **changes: Any) -> StepScalars:
         decay=1 - 1e-3 * 0.1,
         weight_decay=0.0,
         maximize=False,
-        keys=stream_keys(0, step, i),
+        stream=stream_state(0, step, i),
     )
     return scalars._replace(**changes)
 

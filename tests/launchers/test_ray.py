@@ -43,9 +43,3 @@ def test_accelerate_and_the_trainer_run_in_rays_process_group(outputs, tmp_path,
     assert "gradients averaged in FP8" in texts[0]
     if kind == "accelerate":
         assert of_ranks["0"][1:] == of_ranks["1"][1:]
-
-
-def test_fsdp1_is_refused_by_name(outputs):
-    for text in outputs(*workers("fsdp")):
-        assert "refused: " in text
-        assert "ModelParallelStrategy" in text

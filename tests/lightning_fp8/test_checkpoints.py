@@ -221,7 +221,7 @@ def test_history_of_another_length_is_refused(tmp_path, delayed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.combination), "O3"])
 def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, level):
     # Each rank has a history of its own.
     (resumed,) = run(["resume.py", str(tmp_path), level])

@@ -71,7 +71,7 @@ def test_series_stand_in_the_loggers_and_the_file_in_log_dir(host, tmp_path):
 
 
 def test_the_removed_callback_is_refused():
-    with pytest.raises(ImportError, match=r"FP8Monitor is gone: take plugins=\[FP8Precision\(mon"):
+    with pytest.raises(ImportError, match=r"FP8Monitor was removed: use plugins=\[FP8Prec"):
         lightning_fp8.FP8Monitor  # noqa: B018
 
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
-from tests.internals import Float8Optimizer, SplitOptimizer, is_released
+from tests.internals import Float8Optimizer, is_released
 from tests.lightning_fp8.hosts import each_trainer, make_net
 
 each_level = pytest.mark.parametrize("level", ["O2", "O3"])
@@ -113,22 +113,6 @@ def test_weights_are_split_while_it_fits_and_whole_after(host, level, log):
     assert_stock(model)
     assert log().count("optimizer AdamW with 8-bit states") == 1
     assert f"{'7.30' if level == 'O2' else '6.36'} bytes per parameter, 16.00 before" in log()
-
-
-@each_trainer
-def test_evaluation_leaves_weights_alone(host):
-    model = make_model(host)
-    trainer = make_trainer(host, "O2")
-    trainer.validate(model, data(1), verbose=False)
-    assert set(model.dtypes) == {torch.float32}
-    trainer.fit(model, data())
-    model.dtypes.clear()
-    before = model.net[0].weight.clone()
-    trainer.test(model, data(1), verbose=False)
-    trainer.validate(model, data(1), verbose=False)
-    assert set(model.dtypes) == {torch.float32}
-    assert torch.equal(model.net[0].weight, before)
-    assert_stock(model)
 
 
 @each_trainer
@@ -266,14 +250,6 @@ def test_loop_with_manual_optimization_follows_float32_states(level, several):
 
 
 # -- optimizers that are not converted -----------------------------------------------------------
-
-
-@each_trainer
-def test_other_optimizer_keeps_its_states_and_is_named_in_the_summary(host, log):
-    model, trainer = fit(host, "O2", lambda model: SGD(model.parameters(), lr=0.1))
-    assert set(model.dtypes) == {torch.float32}
-    assert isinstance(trainer.optimizers[0], SplitOptimizer)
-    assert log().count("optimizer SGD keeps its own states") == 1
 
 
 @each_trainer

@@ -2,6 +2,14 @@
 
 _TESTS = "tests/torch_fp8/conversion"
 FAULTS = {
+    ("torch_fp8/conversion/frozen_layers.py", f"{_TESTS}/test_freeze.py"): (
+        "freezing a model that is not converted leaves what nothing proves frozen",
+        "    meant = meant_to_freeze(model, config, every)\n",
+        "    meant = meant_to_freeze(model, config)\n",
+        "norms and MLPs are connected to frozen layers twice",
+        "meant, reconnects=False)",
+        "meant)",
+    ),
     ("torch_fp8/conversion/detect_producers.py", f"{_TESTS}/test_detect_gated_mlp.py"): (
         "a gated MLP may give its layers other inputs than its own",
         "is_input = [value is x for _, value in on_input]",
@@ -12,6 +20,22 @@ FAULTS = {
         "any product is linear in up",
         "torch.ones_like(u)) * u) and not _is(",
         "torch.ones_like(u)) * u) or not _is(",
+    ),
+    ("torch_fp8/conversion/detect_producers.py", f"{_TESTS}/test_liger.py"): (
+        "Liger Kernel's norm of any dtype is ours",
+        'twin.casting_mode in ("llama", "gemma") and ',
+        "",
+        "a module that Liger Kernel has patched stays",
+        '"forward" in vars(module) and not is_ligers(module)',
+        '"forward" in vars(module)',
+    ),
+    ("torch_fp8/conversion/fused_layers.py", f"{_TESTS}/test_liger.py"): (
+        "a module does not get Liger Kernel's forward back",
+        'MethodType(vars(module).pop("ligers"), module)',
+        "module.forward",
+        "Liger Kernel's forward hides the one that writes FP8",
+        'module.ligers = vars(module).pop("forward").__func__',
+        'module.ligers = vars(module)["forward"].__func__',
     ),
     ("torch_fp8/nn/trial_reads.py", f"{_TESTS}/test_detect_gated_mlp.py"): (
         "a trial calls the layers of the module itself",

@@ -190,7 +190,7 @@ FAULTS = {
         "if not arrived or arrived[-1].is_cast:",
         "if not arrived:",
         "gradients of a group stay in memory",
-        "        if not gradients.readers:\n",
+        "        if not self.readers:\n",
         "        if False:\n",
         "a group multiplies for an input without gradient",
         "        if will_run(of_input):\n",
@@ -217,7 +217,7 @@ FAULTS = {
         "    return of_input, of_weights\n",
         (
             "    weights = [\n"
-            "        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)\n"
+            "        GroupWeight.apply(weight, bias, (i, exchange, tokens, payloads))\n"
             "        for i, (weight, bias) in enumerate(parameters)\n"
             "    ]\n"
             "    return of_input, weights\n"
@@ -229,14 +229,17 @@ FAULTS = {
         "not weight.requires_grad or weight.is_inference()",
         "weight.is_inference()",
         "a group of layers with an input without gradient has one backward",
-        "not (torch.is_grad_enabled() and x.requires_grad):",
-        "not torch.is_grad_enabled():",
+        "if not x.requires_grad or not _fits",
+        "if not _fits",
         "a group trains a weight that was replaced",
         "replaced = weight is not operands.weight or bias is not operands.bias",
         "replaced = False",
         "a layer of another dtype stays in its group",
-        "options.out_dtype != of_group.out_dtype",
-        "False",
+        "products = options.out_dtype, options.recipe",
+        "products = of_group.out_dtype, options.recipe",
+        "a layer whose recipe changes in a forward stays in its group",
+        "(of_group.out_dtype, of_group.recipe, of_group.emulate)",
+        "(of_group.out_dtype, options.recipe, of_group.emulate)",
     ),
     (
         "torch_fp8/nn/input_group.py",

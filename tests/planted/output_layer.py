@@ -86,11 +86,15 @@ FAULTS = {
     ),
     (
         "torch_fp8/conversion/output_layers.py",
-        f"{_TESTS}/test_head_models.py::test_options_and_the_summary",
+        f"{_TESTS}/test_head_models.py::test_options_and_the_summary "
+        f"{_TESTS}/test_head_models.py::test_a_loss_of_trl_stays_its_own",
     ): (
         "a pattern of the user that names the head does not count",
         "        if named or high_precision_pattern(name, config) or",
         "        if high_precision_pattern(name, config) or",
+        "an output layer whose weight TRL multiplies by runs in FP8 in generation alone",
+        "        reasons[head] = f",
+        "        kind = f",
     ),
     ("torch_fp8/conversion/output_layers.py", _FROZEN): (
         "the reference of a trained model has another output layer",
@@ -121,6 +125,11 @@ FAULTS = {
         "            _warn_of_training(head.name)\n",
         "            pass\n",
     ),
+    ("torch_fp8/nn/output_layer.py", _GRAPHS): (
+        "a graph has plain logits in silence",
+        "        if not waits:\n            return _note_graph(head.name, self.out_features) if",
+        "        if not waits:\n            return None if",
+    ),
     ("torch_fp8/nn/output_layer.py", _RANKS): (
         "an output layer that FSDP2 gathers in FP8 has its logits in memory",
         "(fp8 and not in_graph and isinstance(weight, QuantizableTensor))",
@@ -133,6 +142,12 @@ FAULTS = {
         "logits of before a step are computed with the shards of after it",
         "            self.is_lost = True\n",
         "            pass\n",
+        "logits are computed with shards that a program has written since",
+        "(self.is_freed and self._shard() != self.shard)",
+        "False",
+        "a function of a sharded parameter is no write",
+        "return id(local(sharded)), sharded._version, ",
+        "return id(local(sharded)), ",
     ),
     ("torch_fp8/nn/graph_logits.py", _GRAPHS): (
         "a loss in a graph ignores that its logits were written",

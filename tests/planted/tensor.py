@@ -117,6 +117,11 @@ FAULTS = {
         "self.measured == self.version and not in_shared_memory(self.high)",
         "self.measured == self.version",
     ),
+    ("torch_fp8/tensor/halves.py", "tests/torch_fp8/optim/test_step.py"): (
+        "the optimizer goes on raising an amax that the weight no longer keeps",
+        "        self.measured = self.stepped = 0\n",
+        "        self.measured = 0\n",
+    ),
     (
         "torch_fp8/tensor/halves.py",
         f"{_TESTS}/test_payload_cache.py {_TESTS}/test_shared_parts.py",

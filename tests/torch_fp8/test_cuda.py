@@ -83,7 +83,6 @@ def test_a_model_with_gradients_moves_to_the_cpu_and_back(level):
 
 
 def test_compiled_layer_gives_the_same_values(recipe):
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(CUDA)
     torch_fp8.convert_to_float8(model, FP8Config(recipe=recipe))
     twin = copy.deepcopy(model)

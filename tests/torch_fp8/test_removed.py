@@ -45,7 +45,7 @@ def test_a_removed_flag_of_the_command_is_refused(capsys):
     assert "no longer takes --largest: plan the presets" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", "run", "--compare", "other"])
-    assert "no longer takes --compare: take torch-fp8 compare" in capsys.readouterr().err
+    assert "no longer takes --compare: use torch-fp8 compare" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["env", "--self-test", "--report", "file.txt"])
     assert "no longer takes --report: write the output to a file" in capsys.readouterr().err

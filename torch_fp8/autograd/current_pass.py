@@ -20,7 +20,7 @@ the installed saved-tensor hooks; if anything looks different, no stand-in is us
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,9 +183,10 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
-def running_backward() -> int:
-    """Return the number of the backward that this code runs in, as a checkpoint's; -1: in none."""
-    return torch._C._current_graph_task_id()
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward that this code runs in, as a checkpoint's; -1: in none."""
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def saves_nothing() -> bool:
@@ -194,10 +195,9 @@ def saves_nothing() -> bool:
     False if other saved-tensor hooks, such as those of offloading, lie above the checkpoint's, and
     for a checkpoint with a ``context_fn``, which may keep operators' results for the second pass.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
-    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top_hooks is None else top_hooks(False)
+    hooks = None if _top_hooks is None else _top_hooks(False)
     if hooks is None or is_traced():
         return False
     pack = hooks[0]

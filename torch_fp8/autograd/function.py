@@ -36,12 +36,12 @@ def differentiable_by(second: Backward) -> Callable[[Backward], Backward]:
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
         def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):
+                return backward(ctx, *grads)
             if torch.compiler.is_compiling():
                 with torch.no_grad():
                     return backward(ctx, *grads)
-            if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-                return second(ctx, *grads)
-            return backward(ctx, *grads)
+            return second(ctx, *grads)
 
         return wrapper
 
@@ -76,9 +76,8 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     return node is not None and (is_returned(ctx, i) or will_run(node))
 
 
-def will_run(node: Any) -> bool:
-    """Return whether the running backward runs this node, which is no leaf that it returns."""
-    return torch._C._will_engine_execute_node(node)
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the running backward runs this node, which is no leaf that it returns."""
 
 
 def is_returned(ctx: Any, i: int) -> bool:
@@ -108,7 +107,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
         shape: shape of the returned tensor, with the same number of elements.
     """
     # Eager code calls the operator without its Python wrapper, to save host time.
-    call = _unsafe_view if torch.compiler.is_compiling() else _unsafe_view._op
+    call = _unsafe_view if torch.compiler.is_dynamo_compiling() else _unsafe_view._op
     return call(result, shape)
 
 

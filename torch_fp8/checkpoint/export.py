@@ -1,39 +1,39 @@
-"""`export`: write a trained model as an FP8 folder that inference engines load, uncalibrated.
+"""`export` and `weights_for_engine`: a trained model as a folder or as a stream of tensors.
 
-The scales that training's forward multiplies by are known, so no calibration is needed, and engines
-serve the same bits. `torch_fp8.checkpoint.formats` describes the formats,
-`torch_fp8.checkpoint.export_plan` how each tensor is written.
+Both take the tensors from `torch_fp8.checkpoint.exported_tensors.exported_tensors`. The scales that
+training's forward multiplies by are known, so no calibration is needed, and engines serve the same
+bits. `torch_fp8.checkpoint.formats` describes the formats.
 """
 
 import copy
 import json
-import shutil
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8.checkpoint.adopt_checkpoint import folder_of
-from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export
-from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_layers, refuse_prompts
-from torch_fp8.checkpoint.safetensors_files import parse_size, write_safetensors
-from torch_fp8.checkpoint.stored_names import PLAIN
-from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
+from torch_fp8.checkpoint.adapters import adapted_layers, fold_of
+from torch_fp8.checkpoint.exported_tensors import ExportedTensors, ModelTensors, exported_tensors
+from torch_fp8.checkpoint.files import (
+    copy_tokenizer,
+    folder_of,
+    parse_size,
+    refuse_existing,
+    whole_folder,
+    write_safetensors,
+)
+from torch_fp8.checkpoint.names import PLAIN
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.layer_filter import output_layer
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import SAVE_FORMATS
 from torch_fp8.quantization.wording import check_choice
-
-_TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.tiktoken", "chat_template*", "*processor_config.json"),
-)
-"""The file names of all kinds of tokenizers and processors of transformers."""
 
 
 @dataclass(frozen=True)
@@ -145,34 +145,49 @@ def export(
             "FP8; adapters='apart' writes only the base, for an engine that serves the adapter "
             "from model.save_pretrained beside it"
         )
-    plan = plan_export(root, format, fold_of(model, root, adapters or "merge"))
-    with whole_folder(path) as folder:
-        sizes = _write(root, plan, folder, most, tokenizer)
-    return reported(root, plan, path, sizes)
+    tensors = exported_tensors(root, format, fold_of(model, root, adapters or "merge"))
+
+    def configure(folder: Path) -> None:
+        _write_configuration(root, folder, tokenizer)
+        write_quantization(folder, tensors)
+
+    return write_folder(root, tensors, path, most, configure)
 
 
-def reported(model: nn.Module, plan: ExportPlan, path: Path, sizes: dict[str, int]) -> ExportReport:
-    """Return the report on what was written, and warn of weights with other values or dtypes.
+def write_folder(
+    model: nn.Module,
+    tensors: ExportedTensors,
+    path: Path,
+    max_shard_size: int,
+    configure: Callable[[Path], None],
+) -> ExportReport:
+    """Write a folder, return the report, and warn of weights with other values or dtypes.
 
     Args:
         model: the transformers model.
-        plan: the plan of its tensors.
+        tensors: its tensors.
         path: the folder.
-        sizes: the bytes of the tensors in the files, by their names in the model.
+        max_shard_size: the maximum bytes of tensors in one file.
+        configure: the function that writes all other files to a folder. It runs first, because it
+            fails quickly.
     """
-    assert plan.format is not None
-    in_fp8 = {group.key: group.tensor for group in plan.groups if group.form is plan.format}
-    head = output_layer(model)
+    plan, format, head = tensors.planned(), tensors.format, output_layer(model)
+    assert format is not None
+    with whole_folder(path) as folder:
+        configure(folder)
+        flat = {name: tensor for of_key in plan.values() for name, tensor in of_key.items()}
+        write_safetensors(folder, flat, tensors, max_shard_size)
+    in_fp8 = [item for item in tensors.items if item.form is format]
     report = ExportReport(
         path=path,
-        format=plan.format.name,
-        recipe=plan.format.recipe,
-        fp8=tuple(plan.fp8),
-        kept=tuple(plan.kept),
-        recast=tuple(plan.recast),
-        ignored=tuple(plan.ignored),
-        num_elements=sum(tensor.numel() for tensor in in_fp8.values()),
-        num_bytes=sum(sizes[key] for key in in_fp8),
+        format=format.name,
+        recipe=format.recipe,
+        fp8=tuple(tensors.fp8),
+        kept=tuple(tensors.kept),
+        recast=tuple(tensors.recast),
+        ignored=tuple(tensors.ignored),
+        num_elements=sum(item.tensor.numel() for item in in_fp8),
+        num_bytes=sum(tensor.nbytes for item in in_fp8 for tensor in plan[item.key].values()),
         head=next((name for name, m in model.named_modules() if m is head), ""),
     )
     if report.kept:
@@ -189,18 +204,6 @@ def reported(model: nn.Module, plan: ExportPlan, path: Path, sizes: dict[str, in
             stacklevel=3,
         )
     return report
-
-
-def fold_of(model: nn.Module, root: nn.Module, adapters: str) -> AdapterFold:
-    """Return the fold of the adapters of `root`, which is `model` inside wrappers.
-
-    Raises:
-        ValueError: `adapters` is unknown, or an adapter cannot be folded into weights.
-    """
-    check_choice("adapters", adapters, ADAPTERS)
-    if adapters == "merge":
-        refuse_prompts(model)
-    return AdapterFold(root, merge=adapters == "merge")
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -223,26 +226,12 @@ def unwrapped(model: nn.Module) -> Any:
     return root
 
 
-def copy_tokenizer(source: Path | None, folder: Path) -> None:
-    """Copy the tokenizer files, and a model's own code, if there are any."""
-    if source is None:
-        return
-    for pattern in (*_TOKENIZER, "*.py"):
-        for file in sorted(source.glob(pattern)):
-            if file.is_file() and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
-
-
-def _write(
-    model: Any, plan: ExportPlan, folder: Path, max_shard_size: int, tokenizer: Any
-) -> dict[str, int]:
-    """Write everything into an existing folder, the configuration first: it fails quickly."""
+def _write_configuration(model: Any, folder: Path, tokenizer: Any) -> None:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    write_quantization(folder, plan)
     generation = getattr(model, "generation_config", None)
     generates = getattr(model, "can_generate", None)
     if generation is not None and callable(generates) and generates():
@@ -251,22 +240,22 @@ def _write(
         tokenizer.save_pretrained(folder)
     else:
         copy_tokenizer(folder_of(model.config), folder)
-    return write_safetensors(folder, plan.groups, max_shard_size)
 
 
-def write_quantization(folder: Path, plan: ExportPlan) -> None:
+def write_quantization(folder: Path, tensors: ExportedTensors) -> None:
     """Add the format's entry to ``config.json``, and write its other files.
 
     Args:
         folder: a folder with the model's ``config.json``.
-        plan: the plan of the export.
+        tensors: the tensors of the export.
     """
-    assert plan.format is not None
+    format = tensors.format
+    assert format is not None
     file = folder / "config.json"
     config = _in_dtype(json.loads(file.read_text()), str(PLAIN).removeprefix("torch."))
-    config["quantization_config"] = plan.format.quantization_config(plan.ignored)
+    config["quantization_config"] = format.quantization_config(tensors.ignored)
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name, content in plan.format.other_files(plan.ignored).items():
+    for name, content in format.other_files(tensors.ignored).items():
         (folder / name).write_text(json.dumps(content, indent=4) + "\n")
 
 
@@ -278,3 +267,66 @@ def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         if isinstance(value, dict) and not value.keys().isdisjoint(("dtype", "torch_dtype"))
     }
     return {k: v for k, v in config.items() if k != "torch_dtype"} | parts | {"dtype": dtype}
+
+
+_IN_BF16 = (
+    "has scales from its original checkpoint that are not powers of two, so BF16 cannot hold its "
+    "values; use engine='fine-grained'"
+)
+ENGINES = ("bf16", "fp8_per_block", "fine-grained")
+
+
+def weights_for_engine(
+    model: nn.Module, engine: str = "bf16", *, adapters: str = "merge"
+) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over (name, tensor) of a policy's weights for an inference engine.
+
+    A reinforcement learning loop sends the weights to the engine that generates rollouts after each
+    update. Names are those of a checkpoint, which stores each expert's matrices separately.
+    Adapters are folded into a copy of each weight, which is freed when the next one is requested.
+    The base is only read, so it never changes, however often you sync.
+
+    Args:
+        model: a transformers model converted by `torch_fp8.convert_to_float8`, possibly inside
+            wrappers of torch and PEFT.
+        engine: ``bf16``: BF16 tensors of the trained weights; buffers, and parameters that
+            transformers keeps in float32, keep their dtype. ``fp8_per_block``: BF16 tensors for an
+            engine that quantizes them online in blocks of 128 x 128. Weights of FP8 layers have the
+            values that training multiplies by; an engine with power-of-two scales quantizes them to
+            the same FP8 values. ``fine-grained``: E4M3 ``weight`` and float32 ``weight_scale_inv``
+            for an engine that was started from such a checkpoint. For both FP8 engines the weights
+            include the factors of Smooth-SwiGLU, as in `export`.
+        adapters: ``merge``: ``W + delta``, rounded to BF16 once, and modules that were trained as
+            copies; ``apart``: only the base.
+    Returns:
+        The iterator; only one layer's tensors exist at a time. Tied weights are yielded once.
+    Raises:
+        ValueError: `engine` or `adapters` is unknown; for the FP8 engines, a layer does not run
+            blockwise, or its blocks differ from the engine's (the error names it); a weight is
+            sharded; a weight is not finite or without values (raised when it is reached).
+        TypeError: `model` is not a transformers model.
+    """
+    check_arguments(weights_for_engine, locals())
+    check_choice("engine", engine, ENGINES)
+    root = unwrapped(model)
+    fold = fold_of(model, root, adapters)
+    for name, module in fold.walk(root):
+        is_fp8 = isinstance(module, Float8Layer) and engine != "bf16"
+        if is_fp8 and module.fp8.recipe.name != "blockwise":
+            raise ValueError(
+                f"engine={engine!r} multiplies by blocks of 128 x 128, and '{name}' runs recipe "
+                f"{module.fp8.recipe.name!r}; convert the model with recipe='blockwise', or start "
+                "an engine in BF16"
+            )
+    whole = ModelTensors(lambda tensor: tensor)  # with the bits below BF16 of split weights
+    if engine == "fine-grained":
+        return iter(exported_tensors(root, engine, fold, paused=True))
+    if engine == "bf16":
+        return iter(exported_tensors(root, None, fold, whole))
+    tensors = exported_tensors(root, "fine-grained", fold, whole, in_bf16=_IN_BF16, paused=True)
+    for name, reason in tensors.kept:
+        raise ValueError(
+            f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
+            f"convert the model with {name!r} in skip, and make the engine skip it too"
+        )
+    return iter(tensors)

@@ -4,16 +4,16 @@ What an export refuses is a ValueError that names the layer and a way out.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.formats import ExportFormat
-from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
+from torch_fp8.checkpoint.formats import FileFormat
+from torch_fp8.checkpoint.names import StoredPart, is_left_by_quantizers
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, is_linear, output_layer
+from torch_fp8.nn.layer_filter import ROUTER_NAMES
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.output_layer import OutputLayer
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
@@ -32,25 +32,25 @@ FUSED = (
 def held_layers(
     model: nn.Module,
     layers: dict[str, Float8Layer],
-    places: list[tuple[str, nn.Module]],
-    format: ExportFormat,
+    linears: Collection[str],
+    heads: Collection[nn.Module],
+    format: FileFormat,
 ) -> dict[str, str]:
     """Return for each FP8 layer why it cannot be written in FP8; an empty string if it can.
 
     Args:
         model: the transformers model, whose configuration has the numbers of heads.
         layers: the FP8 layers by name.
-        places: all modules by name.
+        linears: the names of all linear layers.
+        heads: the output layers.
         format: the format of the export.
     """
-    linears = {name for name, module in places if is_linear(module)}
-    heads = {id(output_layer(module)) for _, module in places} - {id(None)}
     held = {}
     for name, layer in layers.items():
-        reason = format.refusal(layer.out_features, layer.in_features) or ""
+        reason = _size_reason(format, layer.out_features, layer.in_features)
         if layer.fp8.transposed:
             reason = "engines read Conv1D weights in 16 bits"
-        elif id(layer) in heads:
+        elif layer in heads:
             reason = "engines keep the output layer in 16 bits"
         elif format.name == "fine-grained" and is_left_by_quantizers(model, name):
             reason = "transformers keeps it in high precision"
@@ -71,6 +71,19 @@ def held_layers(
     return held
 
 
+def _size_reason(format: FileFormat, rows: int, cols: int) -> str:
+    """Return why a weight (rows, cols) cannot be stored in FP8; an empty string if it can.
+
+    transformers derives the blocks from the shape of the scales, so blocks must divide the weight.
+    """
+    height, width = format.block
+    if height > 1 and (rows % height or cols % width):
+        return f"its sides, {rows} x {cols}, are not multiples of {height}"
+    if height == 1 and width and cols % width:
+        return f"its {cols} input features are not a multiple of {width}"
+    return ""
+
+
 def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
     """Return the numbers of rows of a fused layer's parts."""
     rows, leaf = layer.out_features, name.rpartition(".")[2]
@@ -85,7 +98,7 @@ def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
 
 
 def held_experts(
-    name: str, module: nn.Module, parts: Mapping[str, Sequence[StoredPart]], format: ExportFormat
+    name: str, module: nn.Module, parts: Mapping[str, Sequence[StoredPart]], format: FileFormat
 ) -> str:
     """Return why fused weights of experts cannot be written in FP8; an empty string if they can.
 
@@ -114,12 +127,12 @@ def held_experts(
     for key, of_key in parts.items():
         cols = module.get_parameter(key.rpartition(".")[2]).shape[2]
         for part in of_key:
-            if reason := format.refusal(part.end - part.begin, cols):
+            if reason := _size_reason(format, part.end - part.begin, cols):
                 return reason
     return ""
 
 
-def ignored_experts(parts: Mapping[str, Sequence[StoredPart]], format: ExportFormat) -> list[str]:
+def ignored_experts(parts: Mapping[str, Sequence[StoredPart]], format: FileFormat) -> list[str]:
     """Return the names that tell an engine that experts with these `parts` are not in FP8."""
     first = next(iter(parts.values()))[0]
     if first.expert is None:
@@ -130,9 +143,7 @@ def ignored_experts(parts: Mapping[str, Sequence[StoredPart]], format: ExportFor
 
 
 def with_routers(
-    ignored: Iterable[str],
-    places: Iterable[tuple[str, nn.Module]],
-    parts: Mapping[str, Sequence[StoredPart]],
+    ignored: Iterable[str], experts: Iterable[str], parts: Mapping[str, Sequence[StoredPart]]
 ) -> list[str]:
     """Return the names of modules that are not in FP8, including the routers of experts.
 
@@ -141,15 +152,14 @@ def with_routers(
 
     Args:
         ignored: the names of linear layers that are not in FP8.
-        places: all modules by name.
+        experts: the names of the modules with fused weights of experts.
         parts: the checkpoint's tensors for each tensor of the model.
     """
     names = list(ignored)
-    for name, module in places:
-        if expert_weights(name, module):
-            parent = name.rpartition(".")[0]
-            beside = (f"{parent}.{router}".lstrip(".") for router in ROUTER_NAMES)
-            names += [router for router in beside if f"{router}.weight" in parts]
+    for name in experts:
+        parent = name.rpartition(".")[0]
+        beside = (f"{parent}.{router}".lstrip(".") for router in ROUTER_NAMES)
+        names += [router for router in beside if f"{router}.weight" in parts]
     stored = [
         parts[f"{n}.weight"][0].name.removesuffix(".weight")
         for n in names
@@ -212,12 +222,13 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
 
 
 def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
-    """Refuse values with an Inf or NaN, with the name of their tensor."""
-    checked = values if isinstance(values, Tensor) else values.scale
-    is_finite = not checked.is_floating_point() or bool(checked.isfinite().all())
-    if isinstance(values, QuantizedTensor):
-        is_nan = values.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS
-        is_finite = is_finite and not bool(is_nan.any())
+    """Refuse values with an Inf or NaN, with the name of their tensor; there are none on meta."""
+    codes, scale = (None, values) if isinstance(values, Tensor) else values[:2]
+    if (scale if codes is None else codes).is_meta:
+        return
+    is_finite = not scale.is_floating_point() or bool(scale.isfinite().all())
+    if codes is not None:
+        is_finite &= not bool((codes.view(torch.uint8) & _NAN_BITS == _NAN_BITS).any())
     if not is_finite:
         raise ValueError(
             f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"

@@ -133,12 +133,12 @@ def choose_recipe(
 
 
 def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
-    """Return the recipes to measure on `device`; an empty tuple: measure nothing.
+    """Return the recipes to measure on `device`, or an empty tuple to measure nothing.
 
     Args:
         config: configuration; a named recipe, ``emulate`` and Transformer Engine need no
             measurement.
-        device: device that has to run a recipe natively, or the recipe is left out.
+        device: device; recipes that it cannot run natively are left out.
     """
     if config.recipe != "auto" or config.emulate or config.backend != "torch":
         return ()

@@ -18,11 +18,12 @@ from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
-from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
+from torch_fp8.conversion.frozen_layers import freeze_as_configured
 from torch_fp8.conversion.fused_layers import (
     Producers,
     convert_producers,
     find_readers,
+    replaces_ligers,
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, unused_overrides
@@ -74,10 +75,10 @@ def convert_to_float8(
 
     Args:
         model: any module; it may itself be an ``nn.Linear``.
-        config: a configuration or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else
-            ``FP8Config()``.
-        device: device on which the model will run. Its capability is checked, and recipe ``auto``
-            measures there (`torch_fp8.conversion.autotune`). None: the model's device.
+        config: a configuration or the name of a recipe, or None for ``TORCH_FP8_CONFIG`` if set,
+            else ``FP8Config()``.
+        device: device on which the model will run, or None for the model's device. Its capability
+            is checked, and recipe ``auto`` measures there (`torch_fp8.conversion.autotune`).
     Returns:
         A report of the converted modules, the skipped ones with reasons, and the share of the
         matmul FLOPs that run in FP8. It also names `skip` patterns that match no module.
@@ -92,6 +93,13 @@ def convert_to_float8(
     """
     config = config_or_default(config)
     check_arguments(convert_to_float8, locals())
+    return convert(model, config, device)
+
+
+def convert(
+    model: nn.Module, config: FP8Config, device: torch.device | str | None, freezes: bool = False
+) -> ConversionReport:
+    """Convert as `convert_to_float8`; `freezes`: freeze as `torch_fp8.freeze`."""
     refuse_share(config, "convert_to_float8")
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
@@ -104,7 +112,16 @@ def convert_to_float8(
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     converted, experts, skipped = _swap(model, products, own, choice, config, recipe, target)
     heads = convert_output_layers(model, config, frozen_output_layers(model, config))
-    frozen, fused = _finish(model, config, target, bool(converted))
+    fuses = bool(converted) and not _is_te(config)
+    if not fuses:
+        revert_producers(model)
+    frozen = freeze_as_configured(model, config, target, freezes)
+    fused = convert_producers(model, config) if fuses else Producers()
+    place_regions(model)
+    take_adapters(model)
+    keep_scaling_local(model)
+    share_saturation(model)
+    watch_first_steps(model)
     defer_logits(model)  # replaces forwards, which conversion otherwise takes for the user's
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
@@ -122,6 +139,7 @@ def convert_to_float8(
         choice=choice,
         frozen=frozen,
         num_liger=sum(map(is_ligers, model.modules())),
+        num_liger_fused=sum(map(replaces_ligers, model.modules())),
         overridden={name: converted[name] for name in converted if name in own},
         unused_overrides=unused_overrides(model, config),
         smooth=tuple(name for name in converted if converted[name].smooth),
@@ -208,23 +226,6 @@ def _swap(
             stacklevel=3,
         )
     return converted, experts, skipped
-
-
-def _finish(
-    model: nn.Module, config: FP8Config, target: torch.device, has_layers: bool
-) -> tuple[FreezeReport, Producers]:
-    """Freeze weights as configured, then let norms and gated MLPs cast for the next layers."""
-    fuses = has_layers and not _is_te(config)
-    if not fuses:
-        revert_producers(model)
-    frozen = freeze_as_configured(model, config, target)
-    fused = convert_producers(model, config) if fuses else Producers()
-    place_regions(model)
-    take_adapters(model)
-    keep_scaling_local(model)
-    share_saturation(model)
-    watch_first_steps(model)
-    return frozen, fused
 
 
 def conversion_report(

@@ -12,6 +12,10 @@ return given values of gate and up, and note their arguments. It is one if each 
 gate and up on the input itself, down on the product of the formula, and if the forward returns what
 down returns. gate and up are two layers, or the halves (in either order) of the last dimension of
 one layer's output.
+
+Liger Kernel's functions run on a GPU alone. Where Liger has replaced the forward of a module, the
+class's own forward is tried, whose formula it computes; its classes are known by their attributes,
+or by name.
 """
 
 import functools
@@ -30,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.class_swap import own_child, user_class
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
+from torch_fp8.nn.layer_filter import comes_from_liger, is_ligers
 from torch_fp8.nn.rms_norm import RMSNormSpec
 from torch_fp8.nn.trial_reads import Found, Recorder, computes_alike
 
@@ -57,7 +62,7 @@ def find_rms_norm(module: nn.Module) -> Found | None:
         return None
     cls = user_class(type(module))
     others = (*module.children(), *module.buffers(recurse=False))
-    if "forward" in module.__dict__ or others or not takes_input_alone(cls):
+    if _is_patched(module) or others or not takes_input_alone(cls):
         return None
     eps = next((e for n in _EPS_NAMES if isinstance(e := getattr(module, n, None), float)), None)
     if eps is None:
@@ -68,6 +73,11 @@ def find_rms_norm(module: nn.Module) -> Found | None:
         norm = _tried_norm(module, eps, weight.shape[0])
         equal += [] if norm is None else [norm]
     return norm
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Return whether a module has a forward of its own that is not Liger Kernel's."""
+    return "forward" in vars(module) and not is_ligers(module)
 
 
 @functools.cache
@@ -90,6 +100,11 @@ def _tried_norm(module: nn.Module, eps: float, size: int) -> Found | None:
     """
     try:
         recorder = Recorder(module, {"weight": None, "training": True})
+        if comes_from_liger(recorder.cls.forward):
+            twin = recorder.twin
+            known = twin.casting_mode in ("llama", "gemma") and twin.offset in (0.0, 1.0)
+            spec = RMSNormSpec(twin.variance_epsilon, twin.offset, promotes=False)
+            return recorder.found(spec) if known else None
     except Exception:  # a class whose reads cannot be recorded
         return None
     for spec in (RMSNormSpec(eps, o, p) for o in (0.0, 1.0) for p in (True, False)):
@@ -178,8 +193,12 @@ def _tried(
     """Return the layers whose product has a formula, and the recorder of the trial."""
     children = dict(module.named_children())
     layers = {n: layer for n, child in children.items() if (layer := _layer_in(child))}
-    if len(layers) not in (2, 3) or "forward" in module.__dict__:
+    if len(layers) not in (2, 3) or _is_patched(module):
         return None, None
+    forward: Any = user_class(type(module)).forward
+    if comes_from_liger(forward):
+        spec = _LIGERS.get(forward.__qualname__.removeprefix("Liger").removesuffix("MLP.forward"))
+        return spec, None if spec is None else Recorder(module, {"training": True})
     others = [n for n in children if n not in layers]
     alone = all(children[n] is layer for n, layer in layers.items())
     for spec in _specs(layers, alone):
@@ -200,10 +219,20 @@ def _tried(
     return None, None
 
 
+_LIGERS = {
+    "SwiGLU": GatedMLPSpec(("gate_proj", "up_proj"), "down_proj"),
+    "Qwen3MoeSwiGLU": GatedMLPSpec(("gate_proj", "up_proj"), "down_proj"),
+    "HunyuanV1SwiGLU": GatedMLPSpec(("gate_proj", "up_proj"), "down_proj"),
+    "BlockSparseTop2": GatedMLPSpec(("w1", "w3"), "w2"),
+    "Phi3SwiGLU": GatedMLPSpec(("gate_up_proj",), "down_proj"),
+}
+"""Layers of Liger Kernel's gated MLPs with SiLU, ``Liger...MLP``, by their names."""
+
+
 def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:
     """Yield the parts that layers of these sizes can have in a gated MLP.
 
-    A layer that is not `alone`, but inside another module, tells nothing about that one's output.
+    A layer that is not `alone`, but inside another module, doesn't show that module's output size.
     """
     for down, layer in layers.items():
         inputs = tuple(name for name in layers if name != down)

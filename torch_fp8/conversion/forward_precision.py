@@ -94,7 +94,7 @@ class LastSteps:
             step: number of optimizer steps that are done.
         """
         is_last, model = step >= self.first, self._model()
-        # In the last steps again and again: another conversion returns layers to FP8.
+        # Set it again in each of the last steps, because a conversion returns layers to FP8.
         if model is not None and any(self._counts) and (is_last or self._was_last is not False):
             set_forward_precision(model, PRECISIONS[is_last])
             self._was_last = is_last
@@ -118,7 +118,7 @@ def refuse_share(config: FP8Config, loop: str) -> None:
 
     Args:
         config: configuration of the run.
-        loop: name of what does not know the number.
+        loop: name of the training loop or function that does not know the number.
     """
     if config.bf16_last:
         raise ValueError(

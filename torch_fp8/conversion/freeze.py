@@ -15,12 +15,12 @@ from torch import nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.convert import convert
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
     freeze_weights,
+    meant_to_freeze,
     option_that_keeps,
-    proven_frozen,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.nn.frozen_storage import FrozenStorage
@@ -57,18 +57,16 @@ def freeze(
     """
     check_arguments(freeze, locals())
     layers = _layers(model)
-    if config is not None or not layers:
-        config = config_or_default(config)
-        refuse_kept(config)
-        convert_to_float8(model, config, device=device)
-        layers = _layers(model)
-    config = _config_of(layers)
+    is_converted = config is None and bool(layers)
+    config = _config_of(layers) if is_converted else config_or_default(config)
     refuse_kept(config)
-    target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
-    proven = proven_frozen(model)
-    meant = proven if any(map(proven, layers)) else lambda module: True
+    if not is_converted:
+        report = convert(model, config, device, freezes=True).frozen
+    else:
+        target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
+        report = freeze_weights(model, config, target, meant_to_freeze(model, config, every=True))
     guard(model)
-    return freeze_weights(model, config, target, meant)
+    return report
 
 
 @torch.inference_mode(False)

@@ -41,7 +41,7 @@ class FreezeReport:
 
     Attributes:
         frozen: qualified names of the layers and expert weights that are stored as FP8 only.
-        kept: (name, reason) pairs of the other weights that were meant.
+        kept: (name, reason) of each weight that should have been frozen, too, but was not.
         recipe: recipe of the frozen layers, or None if nothing is frozen.
         num_params: number of elements of the frozen weights, on this rank.
         bytes_before, bytes_after: bytes of the frozen weights, with scales, on this rank.
@@ -90,13 +90,22 @@ def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool
     return recipe, config.emulate and not runs_natively(device, name)
 
 
-def proven_frozen(model: nn.Module) -> Callable[[RunsFP8], bool]:
-    """Return a function that tells whether PEFT froze a module, so that nothing will train it."""
+def meant_to_freeze(
+    model: nn.Module, config: FP8Config, every: bool = False
+) -> Callable[[RunsFP8], bool]:
+    """Return a function that tells whether a module should be frozen.
+
+    If PEFT froze modules, it is these, because nothing will train them. Otherwise it is all with
+    `every`, and those that are frozen by hand with ``config.frozen_weights="fp8"``.
+    """
     adapted = any(map(is_peft, model.modules()))
-    return lambda module: adapted and by_hand(module)
+    layers = [module for module in model.modules() if isinstance(module, FrozenStorage)]
+    proven = adapted and any(map(_by_hand, layers))
+    asked = config.frozen_weights == "fp8" and not every
+    return _by_hand if proven or asked else lambda module: every
 
 
-def by_hand(module: RunsFP8) -> bool:
+def _by_hand(module: RunsFP8) -> bool:
     """Return whether no weight of a module requires gradients, whatever the reason."""
     return not any(weight.requires_grad for weight in module.fp8_weights)
 
@@ -111,16 +120,18 @@ def option_that_keeps(config: FP8Config) -> str | None:
     return next((option for option, given in options.items() if given), None)
 
 
-def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
+def freeze_as_configured(
+    model: nn.Module, config: FP8Config, device: torch.device, every: bool = False
+) -> FreezeReport:
     """Freeze the modules of a converted model to which `config.frozen_weights` applies.
 
     With `config.merge_aware`, LoRA layers over them then multiply by merged weights. Norms and MLPs
-    are not reconnected.
+    are not reconnected. `every` is that of `meant_to_freeze`.
     """
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
-    meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
+    meant = meant_to_freeze(model, config, every)
     report = freeze_weights(model, config, device, meant, reconnects=False)
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
@@ -238,9 +249,9 @@ def _refusals(model: nn.Module) -> Callable[[FrozenStorage], str | None]:
         if module in merged:
             return "an adapter is merged into its weight; unmerge it before the weight is frozen"
         unknown = NOT_BY_FSDP if isinstance(module, Float8Experts) else BY_TENSOR
-        parts = [w for w in module.fp8_weights if isinstance(w, DTensor)]
-        reasons = [sharded.get(id(weight), unknown) for weight in parts]
-        if any(id(weight) in shared for weight in module.fp8_weights):
+        weights = module.fp8_weights
+        reasons = [sharded.get(id(w), unknown) for w in weights if isinstance(w, DTensor)]
+        if not shared.isdisjoint(map(id, weights)):
             reasons.append("its weight is shared with another module")
         return next(filter(None, reasons), None)
 
@@ -267,9 +278,9 @@ def share_equal_weights(models: Iterable[nn.Module]) -> tuple[int, int]:
     """Let the frozen weights of several models that have equal bytes and scales share memory.
 
     Args:
-        models: any models; of equal weights, the memory of the first one is kept.
+        models: any models; several equal weights use the memory of the first one.
     Returns:
-        The number of weights that now use the memory of another one, and of the bytes freed.
+        The number of weights that now use the memory of another one, and the number of bytes freed.
     """
     known: dict[Hashable, list[FrozenPayload]] = {}
     num_weights = num_bytes = 0

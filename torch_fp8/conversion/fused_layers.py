@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_producers import find_gated_mlp, find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
-from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
+from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin, user_class
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
 from torch_fp8.nn.input_group import InputGroup, can_group
-from torch_fp8.nn.layer_filter import matches
+from torch_fp8.nn.layer_filter import comes_from_liger, matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm, NormFP8
@@ -43,8 +44,9 @@ _MLP = Float8GatedMLP, MLPFP8, find_gated_mlp
 _OUTPUT = re.compile(r"(o|wo|out|output|dense|proj|c_proj|to_out)(_proj|_lin)?|\d+")
 """Names of the layers that read the result of a block, not its input, although their sizes fit.
 
-Numbered layers read one another's results. A reader of the input that is left out runs alone, and a
-layer in a group that does not read its input runs alone, too, but the summary counts it.
+Numbered layers read one another's results. A wrong guess changes no result: a reader that is left
+out runs alone, and so does a layer in a group that reads something else, although the summary
+counts it.
 """
 
 
@@ -93,6 +95,12 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
     return Producers(tuple(converted), tuple(unfused), _group(modules, norms))
 
 
+def replaces_ligers(module: nn.Module) -> bool:
+    """Return whether a producer computes what Liger Kernel would."""
+    forward = vars(module).get("ligers", user_class(type(module)).forward)
+    return isinstance(module, (Float8RMSNorm, Float8GatedMLP)) and comes_from_liger(forward)
+
+
 def _is_skipped(name: str, config: FP8Config) -> bool:
     return any(matches(pattern, name) for pattern in config.skip) or (
         bool(config.overrides) and high_precision_pattern(name, config) is not None
@@ -106,9 +114,9 @@ def revert_producers(model: nn.Module) -> None:
 
 
 def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | None:
-    """Return the quantizer with which the FP8 layers of `_layers_beside` cast their input.
+    """Return the quantizer with which the FP8 layers of `_layers_beside` cast their input, or None.
 
-    None if there are no such layers, as for the last norm of a model, whose output is the model's.
+    There are no such layers next to the last norm of a model, for example.
     """
     layers = [layer for group in groups for layer in group]
     if not layers:
@@ -220,11 +228,13 @@ def _layers_beside(
     ]
 
 
-def _revert(module: nn.Module) -> None:
+def _revert(module: Any) -> None:
     for mixin in (SharedOutput, Float8RMSNorm, Float8GatedMLP):
         if isinstance(module, mixin):
             del module.fp8
             remove_mixin(module, mixin)
+    if "ligers" in vars(module):
+        module.forward = MethodType(vars(module).pop("ligers"), module)
 
 
 def _fuse(module: Any, kind: Any, name: str, config: FP8Config, *options: Any) -> bool:
@@ -248,6 +258,8 @@ def _fuse(module: Any, kind: Any, name: str, config: FP8Config, *options: Any) -
         if formula is None:
             return False
         add_mixin(module, mixin)
+        if "forward" in vars(module):  # Liger Kernel's
+            module.ligers = vars(module).pop("forward").__func__
     module.fp8 = state(name, config, formula.spec, formula.reads, *options)
     return True
 

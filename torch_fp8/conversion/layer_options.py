@@ -42,7 +42,7 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
 
 
 def high_precision_pattern(name: str, config: FP8Config) -> str | None:
-    """Return the override that keeps a module in high precision, in words, or None."""
+    """Return a description of the override that keeps a module in high precision, or None."""
     matching = [p for p in config.overrides if matches(p, name)]
     if matching and is_high_precision(config.overrides[matching[-1]]):
         return f"overrides={{{matching[-1]!r}: bf16}}"

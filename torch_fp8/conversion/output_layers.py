@@ -1,6 +1,6 @@
-"""Conversion of output layers, which then return logits that their loss needs no memory for."""
+"""Conversion of output layers, whose loss then needs no memory for logits."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,13 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_options import high_precision_pattern, layer_options
 from torch_fp8.nn.class_swap import remove_mixin
 from torch_fp8.nn.deferred_logits import restore_forwards
-from torch_fp8.nn.layer_filter import is_ligers, matches, output_layer, quantized_by
+from torch_fp8.nn.layer_filter import (
+    high_precision_modules,
+    is_ligers,
+    matches,
+    output_layer,
+    quantized_by,
+)
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
 from torch_fp8.nn.output_layer import OutputLayer, add_loss_head
@@ -18,6 +24,8 @@ FEWEST_CLASSES = 4096
 """Classes of the smallest converted layer; smaller logits cost less than their chunks."""
 _DEFAULT = "lm_head"
 _OF_PRODUCTS = ("recipe", "wgrad", "grad_format", "fast_accum")
+_LIBRARIES = {"liger": "Liger Kernel", "trl": "TRL"}
+"""Libraries with losses of their own, by the results of `convert_output_layers`."""
 _BLOCKS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -37,20 +45,20 @@ def convert_output_layers(
         config: configuration of the model.
         frozen: names of the layers that run in FP8 because their weights are frozen.
     Returns:
-        what computes the loss of each, ``bf16``, ``fp8``, ``liger`` or ``trl`` (these libraries, in
-        the model's forward), by the layer's qualified name.
+        How the loss of each layer is computed, by the layer's qualified name: in ``bf16`` or
+        ``fp8``, or by ``liger`` or ``trl`` (these libraries, in the model's forward).
     """
     if config.loss_head == "off" or config.backend != "torch":
         return {}
-    others, heads = _others(model), {}
+    others, heads = _fused_by_others(model), {}
     for name, module in find_output_layers(model).items():
         named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
         if named or high_precision_pattern(name, config) or _has_own_products(name, config):
             continue
-        if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
+        if module in others:
+            heads[name] = others[module]
             continue
-        if id(module) in others:
-            heads[name] = others[id(module)]
+        if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
             continue
         add_loss_head(module, name, model, was_frozen=name in frozen)
         heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
@@ -62,25 +70,63 @@ def frozen_output_layers(model: nn.Module, config: FP8Config) -> dict[str, Any]:
 
     Their weights are frozen, and other parameters of the model are trained: a model that trains
     nothing is often the reference of a trained one, whose output layer it has to match. Layers that
-    already run in FP8 keep it as long as their weights are frozen. Liger Kernel's and TRL's losses
-    read the weight, and take it in BF16.
+    already run in FP8 stay there as long as their weights are frozen. Liger Kernel's and TRL's
+    losses read the weight, and read it in BF16.
     """
     if config.loss_head != "auto" or config.backend != "torch":
         return {}
     trains = any(p.requires_grad for p in model.parameters())
-    others = _others(model)
+    others = _fused_by_others(model)
     return {
         name: module
         for name, module in find_output_layers(model).items()
         if not module.weight.requires_grad and (trains or isinstance(module, Float8Layer))
-        if id(module) not in others
+        if module not in others
     }
 
 
-def _others(model: nn.Module) -> dict[int, str]:
-    """Return the libraries whose own losses replace output layers, by the layers' ids."""
+def loss_head_lines(heads: Mapping[str, str], config: FP8Config) -> Iterator[str]:
+    """Yield lines of the start-up summary.
+
+    Args:
+        heads: result of `convert_output_layers`.
+        config: configuration of the model.
+    """
+    for name, kind in heads.items():
+        text = f"cross entropy in chunks, products in {kind.upper()}, without logits in memory"
+        if kind in _LIBRARIES:
+            products = "four products, one of them again in backward" if kind == "trl" else "three"
+            text = (
+                f"{_LIBRARIES[kind]}'s own loss, in chunks and in high precision ({products}); "
+                f"loss_head={config.loss_head!r} does not apply to it"
+            )
+        yield f"  loss head {name}: {text}"
+
+
+def output_layer_rules(
+    model: nn.Module, config: FP8Config
+) -> tuple[tuple[str, ...], dict[Any, tuple[str, ...]], dict[Any, str]]:
+    """Return the patterns of `config.skip` that count, for all layers, and for frozen output layers
+    by layer; and the output layers that stay in high precision whatever their names, with reasons.
+
+    Those whose weight another library's loss reads do, so that generation computes the logits that
+    are trained.
+    """
+    without = tuple(pattern for pattern in config.skip if pattern != _DEFAULT)
+    skip = without if config.loss_head == "fp8" else config.skip
+    frozen = dict.fromkeys(frozen_output_layers(model, config).values(), without)
+    reasons: dict[Any, str] = dict(high_precision_modules(model, skip))
+    for head in frozen:
+        reasons.pop(head, None)
+    for head, kind in _fused_by_others(model).items():
+        reasons[head] = f"{_LIBRARIES[kind]}'s loss reads its weight"
+    return skip, frozen, reasons
+
+
+def _fused_by_others(model: nn.Module) -> dict[Any, str]:
+    """Return the output layers of other libraries' losses, with the library."""
     return {
-        id(output_layer(module)): "trl" if _is_trls(module) else "liger"
+        output_layer(module): "trl" if _is_trls(module) else "liger"
         for module in model.modules()
         if is_ligers(module) or _is_trls(module)
     }
@@ -104,13 +150,8 @@ def revert_output_layers(model: nn.Module) -> None:
 def find_output_layers(model: nn.Module) -> dict[str, Any]:
     """Return the linear layers before a loss with at least 4,096 classes, by qualified name."""
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    asked = {id(output_layer(module)) for module in model.modules()}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    named = {
-        name: module
-        for name, module in linears.items()
-        if id(module) in asked or id(module._parameters.get("weight")) in embeddings
-    }
+    known = high_precision_modules(model, (_DEFAULT,))
+    named = {name: module for name, module in linears.items() if module in known}
     if not named and linears:
         name, module = list(linears.items())[-1]
         owners = [model.get_submodule(name[:i]) for i, c in enumerate(name) if c == "."]

@@ -13,6 +13,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import RecipeChoice
 from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.conversion.output_layers import loss_head_lines
 from torch_fp8.nn.experts import expert_recipe
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_filter import (
@@ -111,7 +112,8 @@ class ConversionReport:
         producers: qualified names of the norms and gated MLPs that emit FP8.
         choice: measurement behind the recipe of ``auto``, or None for a named recipe.
         frozen: layers whose weights are stored as FP8 only.
-        num_liger: number of modules that Liger Kernel computes, such as norms and MLPs.
+        num_liger: number of modules that Liger Kernel computes, such as MLPs with GELU.
+        num_liger_fused: number of its norms and gated MLPs that run as `producers` instead.
         overridden: recipes of the layers with `config.overrides`, by qualified name.
         unused_overrides: patterns of `config.overrides` that match no module.
         unfused: qualified names of norms and gated MLPs that return plain tensors because the
@@ -119,7 +121,7 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
-        loss_heads: what computes the loss of output layers without logits in memory, ``bf16``,
+        loss_heads: how the loss of output layers is computed without logits in memory, ``bf16``,
             ``fp8``, ``liger`` (Liger Kernel) or ``trl`` (TRL), by qualified name.
         groups: qualified names of the layers that read one input and share the products of their
             backward, one tuple for each group.
@@ -137,6 +139,7 @@ class ConversionReport:
     choice: RecipeChoice | None = None
     frozen: FreezeReport = NOTHING
     num_liger: int = 0
+    num_liger_fused: int = 0
     overridden: Mapping[str, Recipe] = field(default_factory=dict)
     unused_overrides: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
@@ -184,8 +187,8 @@ class ConversionReport:
         Args:
             model: model for the line about bytes per parameter, or None without such a line.
             optimizers: optimizers that train it, as far as they are known.
-            optimizer_reports: reports of `torch_fp8.convert_optimizer`. None: it was not called
-                yet, which the summary mentions at O2 and O3.
+            optimizer_reports: reports of `torch_fp8.convert_optimizer`, or None if it was not
+                called yet, which the summary mentions at O2 and O3.
             communication: report about traffic between ranks, from `torch_fp8.distributed`, or None
                 in a single process.
         """
@@ -229,7 +232,7 @@ class ConversionReport:
             )
         if self.experts and self.were_eager:
             yield "  experts   experts_implementation was 'eager' and is now 'grouped_mm'"
-        yield from self._loss_head_lines()
+        yield from loss_head_lines(self.loss_heads, self.config)
         if self.frozen.frozen:
             yield f"  frozen    {self.frozen}"
         yield from self._high_precision_lines()
@@ -252,6 +255,8 @@ class ConversionReport:
                 f"  fused     {number} {noun} with FP8 outputs; tensors for backward are saved "
                 f"{storage}"
             )
+        if self.num_liger_fused:
+            yield f"  liger     {self.num_liger_fused} of these run in place of Liger Kernel's"
         if self.groups:
             sizes = Counter(map(len, self.groups))
             groups = ", ".join(
@@ -278,12 +283,6 @@ class ConversionReport:
                 "  warning   smooth_swiglu=True changes nothing: no gated MLP was found whose down "
                 "projection runs in FP8"
             )
-
-    def _loss_head_lines(self) -> Iterator[str]:
-        ours = "cross entropy in chunks, products in {}, without logits in memory"
-        others = {"liger": "as Liger Kernel computes it", "trl": "as TRL computes it"}
-        for name, kind in self.loss_heads.items():
-            yield f"  loss head {name}: {others.get(kind, ours.format(kind.upper()))}"
 
     def _high_precision_lines(self) -> Iterator[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in

@@ -87,7 +87,7 @@ def keep_scaling_local(model: nn.Module) -> None:
 
 
 def share_saturation(model: nn.Module) -> None:
-    """Let the layers of a model return to current scales together: two graphs are enough then."""
+    """Let the layers of a model return to current scales together, so that two graphs suffice."""
     layers = (m for m in model.modules() if isinstance(m, Float8Layer))
     scalings = [layer.fp8.scaling for layer in layers if layer.fp8.scaling is not None]
     for scaling in scalings:
@@ -208,7 +208,7 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
                 f"{tuple(target.shape)}; was it saved with another amax_history_len?"
             )
         if key.endswith(_SCALING[0]) and not state[key].isfinite().all():
-            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN")
+            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN; load an earlier one")
     with torch.no_grad():
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)

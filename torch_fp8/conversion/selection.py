@@ -9,13 +9,12 @@ from torch import nn
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import expert_reason, routers
 from torch_fp8.conversion.layer_options import high_precision_pattern
-from torch_fp8.conversion.output_layers import frozen_output_layers
+from torch_fp8.conversion.output_layers import output_layer_rules
 from torch_fp8.conversion.report import SkippedModule
 from torch_fp8.nn.layer_filter import (
     ADAPTER,
     QUANTIZED,
     adapter_modules,
-    high_precision_modules,
     is_linear,
     quantized_by,
     skip_reason,
@@ -77,12 +76,7 @@ def select(
 def _products(
     model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
 ) -> Iterator[Product]:
-    without_head = tuple(pattern for pattern in config.skip if pattern != "lm_head")
-    skip = without_head if config.loss_head == "fp8" else config.skip  # it decides about the head
-    kept_high = high_precision_modules(model, skip)
-    frozen = set(frozen_output_layers(model, config).values())
-    for head in frozen:
-        kept_high.pop(head, None)
+    skip, skip_of_frozen, kept_high = output_layer_rules(model, config)
     kept_high |= dict.fromkeys(routers(model), "router of experts")
     kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)
     for name, module in model.named_modules():
@@ -97,7 +91,7 @@ def _products(
                 why = why or expert_reason(name, module, config, recipe.name, device)
                 yield from (Product(full, module, why) for full in stacked)
             continue
-        reason = skip_reason(name, module, without_head if module in frozen else skip, kept_high)
+        reason = skip_reason(name, module, skip_of_frozen.get(module, skip), kept_high)
         if reason is None:
             reason = high_precision_pattern(name, config)
         if reason is None and config.backend == "transformer-engine":

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CommunicationCount", "count_communication"):  # removed: it says what to take
+    if name in ("CommunicationCount", "count_communication"):  # removed: the error says more
         return getattr(importlib.import_module("torch_fp8"), name)
     if name not in _OWNERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

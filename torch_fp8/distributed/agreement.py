@@ -7,7 +7,7 @@ other and compare descriptions; in `torch_fp8.ops.one_rank` they take the answer
 A meeting takes a few requests per rank, however many ranks there are. Each rank counts itself, and
 the first rank with a description counts and writes it. The last rank that comes ends the meeting,
 or, if the time is over, the first rank that notices ends it with a list of missing ranks. Only if
-ranks are missing or differ, each rank looks for the others and reads what they wrote.
+ranks are missing or differ does each rank look for the others and read what they wrote.
 
 `check_same_config` checks at start-up that all ranks run the same configuration and model. A rank
 with another level, recipe or version exchanges other tensors than its peers. The collectives then
@@ -35,7 +35,7 @@ from torch_fp8.quantization.wording import first_of
 
 _SECONDS, _SECONDS_PER_RANK = 120, 1
 _WARN_AFTER = 30
-"""Seconds after which the first rank that came warns of those it waits for."""
+"""Seconds after which the first rank that has come warns that it is waiting for others."""
 _GRACE = 3
 """Seconds for which rank 0, which may host the store, lets the others read a bad result."""
 _MOST_HOSTS = 4
@@ -60,7 +60,7 @@ def meet(
     Args:
         description: this rank's description, as names and values.
         group: a process group of several ranks.
-        seconds: the time to wait, or None for `store_timeout`, at most 120 and 1 for each rank.
+        seconds: the time to wait, or None for 120 s plus 1 s per rank, at most `store_timeout`.
     Returns:
         The group's ranks with their descriptions, or nothing if all descriptions are equal.
     Raises:
@@ -72,7 +72,7 @@ def meet(
     numbers, own = dist.get_process_group_ranks(group), dist.get_rank()
     if seconds is None:
         seconds = min(_SECONDS + _SECONDS_PER_RANK * len(numbers), store.timeout.total_seconds())
-    # Groups that have no rank in common may have one name.
+    # Groups that have no rank in common may have the same name.
     meetings = dist.PrefixStore(f"{KEY}/{group.group_name}/{numbers[0]}", store)
     store = dist.PrefixStore(str(number := meetings.add("ended", 0)), meetings)
     digest = hashlib.sha256(json.dumps(dict(description), sort_keys=True).encode()).hexdigest()
@@ -82,7 +82,7 @@ def meet(
     store.set(str(own), json.dumps((own, socket.gethostname(), digest)))
 
     def end(missing: Sequence[int]) -> None:
-        """End this meeting, unless another rank has: who comes now comes to the next one."""
+        """End this meeting, unless another rank has; a rank that comes later joins the next one."""
         meetings.compare_set("ended", str(number), str(number + 1))
         store.compare_set("missing", "", json.dumps(missing))
 

@@ -99,10 +99,9 @@ class Run(NamedTuple):
 
 
 def runs_of(pieces: Iterable[tuple[int, int, bool]]) -> list[Run]:
-    """Join pieces of a buffer, (start, numel, whether in groups), to runs.
+    """Join adjacent pieces of a buffer, (start, numel, whether in groups), that have the same form.
 
-    A run in groups has a multiple of 32 elements, unless a run of the other form follows, or a
-    piece that would start within a group.
+    Only the last piece of a run in groups may end within a group of 32.
     """
     runs: list[Run] = []
     for start, numel, in_groups in pieces:
@@ -157,7 +156,7 @@ def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float)
 
 
 def joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
-    """Join runs of a buffer (..., E) to one aligned tensor.
+    """Join runs of a buffer (..., E) into one aligned tensor.
 
     If there are several runs, each is zero-padded to a `multiple` of elements.
     """

@@ -36,7 +36,7 @@ KINDS = ("average", "gather", "scatter", "replicas")
 NUMEL = 13 << 20
 """The number of elements that are timed: a DDP bucket in BF16, 26 MB."""
 MARGIN = 0.02
-"""The share of time by which 8 bits must beat BF16, which is exact: noise must not decide."""
+"""The share of time by which 8 bits must beat BF16, which is more exact: noise must not decide."""
 STATE_KEY = "fp8_communication"
 """The key of the choice in `torch_fp8.scaling_state_dict`."""
 
@@ -134,10 +134,7 @@ def measured_groups(
 
 
 def exchanges_state(model: nn.Module) -> Tensor | None:
-    """Return the measured choice for a checkpoint: one uint8 for each of `KINDS`.
-
-    None if nothing was measured.
-    """
+    """Return the measured choice for a checkpoint, one uint8 for each of `KINDS`, or None."""
     exchanges = _first_of(model, _exchanges)
     if exchanges is None or not exchanges.origin:
         return None

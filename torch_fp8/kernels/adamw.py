@@ -15,6 +15,7 @@ scale is NaN.
 """
 
 import functools
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
+from torch_fp8.quantization.stochastic_rounding import stream_state
 
 CHUNK = 512
 # Groups per program, 16384 elements: enough work to hide reading the table (two dependent loads
@@ -55,6 +57,7 @@ _MASK32 = (1 << 32) - 1
 _LARGEST_SIDE = (1 << 31) // 128 - 1  # of a weight with payload: int32 positions in a square
 
 _AT = {name: i for i, name in enumerate(Record._fields)}
+_HALF = torch.int32  # of a field
 
 Entry = tuple[WeightMatrix, StepScalars]
 
@@ -93,6 +96,9 @@ class _Class(NamedTuple):
         }
 
 
+_KINDS: dict[_Class, _Class] = {}
+
+
 def adamw_step(
     entries: Sequence[Entry], lr_multipliers: Sequence[Tensor | None] | None = None
 ) -> None:
@@ -103,10 +109,10 @@ def adamw_step(
         lr_multipliers: a factor of the learning rate for each entry, () float32 on the same device,
             or None; as in the reference.
     """
-    multipliers = lr_multipliers or [None] * len(entries)
     for kind, chosen in _classes(entries).items():
+        multipliers = [lr_multipliers[i] for i in chosen] if lr_multipliers else None
         table, chunks, num_chunks = _tables(
-            [entries[i] for i in chosen], kind, lr_multipliers=[multipliers[i] for i in chosen]
+            [entries[i] for i in chosen], kind, lr_multipliers=multipliers
         )
         with torch.cuda.device_of(table):
             adamw_step_kernel[(num_chunks,)](
@@ -180,9 +186,14 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
 def _classes(entries: Sequence[Entry]) -> dict[_Class, list[int]]:
     """Map each class to the indices of its entries; empty matrices belong to no class."""
     classes: dict[_Class, list[int]] = {}
+    last, chosen = None, list[int]()
     for i, (matrix, _) in enumerate(entries):
-        if matrix.weight.numel():
-            classes.setdefault(_class_of(matrix), []).append(i)
+        fixed = _fixed(matrix)
+        if fixed.numel:
+            kind = fixed.kind(matrix.grad)
+            if kind is not last:  # hash it once for a run of matrices
+                last, chosen = kind, classes.setdefault(kind, [])
+            chosen.append(i)
     return classes
 
 
@@ -195,12 +206,13 @@ class Fixed:
     """
 
     def __init__(self, matrix: WeightMatrix) -> None:
-        weight, residual, _, first, second, row, col, row_length, amax, payload, _ = matrix
+        weight, residual, _, first, second, row, col, row_length, amax, payload, *_ = matrix
         casts = (None, None) if payload is None else payload[2:]
         tensors = (weight, residual, None, None, None, *first, *second)
         tensors = (*tensors, None, None, amax, *casts, None)
         self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         rows, cols = weight.shape
+        self.numel = rows * cols
         self.shape = rows, cols, row_length & _MASK32, (row * row_length + col) & _MASK32
         addresses = 0
         for tensor in (weight, residual, first.qdata, second.qdata):
@@ -213,13 +225,13 @@ class Fixed:
         self._whole_groups = row_length == cols and cols % GROUP_SIZE == 0
         self._kinds: dict[tuple[torch.dtype, bool], _Class] = {}
 
-    def kind(self, matrix: WeightMatrix) -> _Class:
-        """Return the class of the matrix with its current gradient."""
-        grad: Any = matrix.grad
+    def kind(self, grad: Any) -> _Class:
+        """Return the class of the matrix with a gradient."""
         grad = grad.qdata if grad.__class__ is GradientParts else grad
         key = grad.dtype, (self._addresses | grad.data_ptr()) % 16 == 0
         if key not in self._kinds:
-            self._kinds[key] = self._kind(*key)
+            kind = self._kind(*key)
+            self._kinds[key] = _KINDS.setdefault(kind, kind)
         return self._kinds[key]
 
     def _kind(self, grad: torch.dtype, aligned: bool) -> _Class:
@@ -233,7 +245,7 @@ class Fixed:
 
 
 def _class_of(matrix: WeightMatrix) -> _Class:
-    return _fixed(matrix).kind(matrix)
+    return _fixed(matrix).kind(matrix.grad)
 
 
 def _fixed(matrix: WeightMatrix) -> Fixed:
@@ -255,33 +267,36 @@ def _tables(
         records (M, fields of Record) int64, matrix indices (P or P + 1,) int32, and the number of
         programs P.
     """
-    template_of = _template if all(m.memo for m, _ in entries) else _template.__wrapped__
-    template, first = template_of(tuple(_fixed(matrix) for matrix, _ in entries), kind)
+    fixed = [_fixed(matrix) for matrix, _ in entries]
+    once = None in [matrix.memo for matrix, _ in entries]
+    template_of = _template.__wrapped__ if once else _template
+    template, first = template_of(tuple(fixed), kind)
     device = entries[0][0].weight.device
     # Pinned: a copy from pageable memory would wait for the kernels before it.
     host = torch.empty(
         template.numel(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
     ).copy_(template)
-    places: dict[str, list[int]] = {"grad": [], "key0": []}
-    numbers: list[float] = []
-    for matrix, scalars in entries:
-        grad = matrix.grad
-        parts = grad if isinstance(grad, GradientParts) else (grad,)
-        places["grad"] += [part.data_ptr() for part in parts]
-        places["key0"] += scalars.keys
-        # A `Record`'s numbers, in its order.
-        numbers += (-1.0 if scalars.maximize else 1.0, *scalars[:8])
-    for name, tensors in (("lr_multiplier", lr_multipliers), ("update_rms", update_rms)):
-        places[name] = [0 if x is None else x.data_ptr() for x in tensors or ()]
+    grads: Any = [matrix.grad for matrix, _ in entries]
+    parts = itertools.chain.from_iterable(grads) if kind.grad == torch.uint8 else grads
+    scalars = [s for _, s in entries]
+    distinct = dict(zip(map(id, scalars), scalars, strict=True))
+    # A `Record`'s numbers, in its order.
+    numbers = {i: array("f", ((-1.0) ** s.maximize, *s[:8])).tobytes() for i, s in distinct.items()}
     # Arrays, because torch.tensor inspects each number of a list in turn.
+    columns: dict[str, tuple[Any, torch.dtype]] = {
+        "grad": (array("q", map(Tensor.data_ptr, parts)), torch.int64),
+        "key0": (array("Q", [stream_state(m.number, after=s.stream) for m, s in entries]), _HALF),
+        "grad_sign": (bytearray().join([numbers[i] for i in map(id, scalars)]), _HALF),
+    }
+    for name, tensors in (("lr_multiplier", lr_multipliers), ("update_rms", update_rms)):
+        if tensors:
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            columns[name] = array("q", addresses), torch.int64
     size = len(entries) * len(Record._fields)
     records = host[:size].view(len(entries), -1)
-    for name, column in places.items():
-        if column:
-            values = torch.frombuffer(array("q", column), dtype=torch.int64).view(len(entries), -1)
-            records[:, _AT[name] : _AT[name] + values.shape[1]] = values
-    bits = torch.frombuffer(array("f", numbers), dtype=torch.int32).view(len(entries), -1)
-    records[:, _AT["grad_sign"] :] = bits
+    for name, (column, dtype) in columns.items():
+        values = torch.frombuffer(column, dtype=dtype).view(len(entries), -1)
+        records[:, _AT[name] : _AT[name] + values.shape[1]] = values
     buffer = host.to(device, non_blocking=True)
     return buffer[:size].view(len(entries), -1), buffer[size:].view(torch.int32), first
 

@@ -111,10 +111,10 @@ EXPERT_ROWS = CastOptions(torch.float8_e4m3fn, "rowwise", True, rowwise=True, co
 
 
 class StepScalars(NamedTuple):
-    """The numbers of an optimizer step that are equal for all elements of a parameter.
+    """The numbers of an optimizer step that are equal for all parameters of a group.
 
     Attributes:
-        keys: keys of the random words.
+        stream: `stream_state` of the step; with a matrix's number it gives its random words.
     """
 
     beta1_complement: float
@@ -126,7 +126,7 @@ class StepScalars(NamedTuple):
     decay: float
     weight_decay: float
     maximize: bool
-    keys: tuple[int, int]
+    stream: int
 
 
 class GradientParts(NamedTuple):
@@ -174,7 +174,8 @@ class WeightMatrix(NamedTuple):
             NaN if a weight is NaN. None: not computed.
         payload: FP8 payload that kernels write, or None. The reference does not write it, so its
             caller has to cast the weight.
-        memo: list in which kernels keep what follows from the fields but `grad`, or None.
+        memo: list in which kernels keep what follows from the fields before it but `grad`, or None.
+        number: index of the parameter in its optimizer, which keys the random words.
     """
 
     weight: Tensor
@@ -188,6 +189,7 @@ class WeightMatrix(NamedTuple):
     amax: Tensor | None = None
     payload: WeightPayload | None = None
     memo: list[Any] | None = None
+    number: int = 0
 
 
 class BackwardInputs(NamedTuple):

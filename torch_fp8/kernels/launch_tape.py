@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten: Any = torch.ops.aten
@@ -45,6 +45,8 @@ _SAME_ADDRESS.add(_DETACH)
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 """Types of a launcher's arguments other than tensors."""
+_SINGLE = _VALUES | {Tensor, nn.Parameter}
+"""Types of most arguments that are no tuples."""
 _active = threading.local()
 """Has the `recording` that runs in this thread."""
 _every: weakref.WeakSet["Replayed"] = weakref.WeakSet()
@@ -71,22 +73,25 @@ class Tape(NamedTuple):
 
     Attributes:
         constants: first values; the call's tensors follow, then steps' results (launches: None).
-        steps: launches, allocations and other operator calls in the order of execution: the
-            function that performs a step, and one that picks its arguments from the values so far.
+        steps: launches, allocations and other operator calls in the order of execution: the index
+            of a step's result, the function that performs it, and one that picks its arguments from
+            the values so far.
         results: function that picks the call's result from the values.
         hooks: Triton's lists of the kernels' hooks; the tape isn't replayed if one is not empty.
+        no_hooks: as many empty lists.
     """
 
     constants: list[Any]
-    steps: list[tuple[Callable[..., Any], Callable[[list[Any]], tuple[Any, ...]]]]
+    steps: list[tuple[int, Callable[..., Any], Callable[[list[Any]], tuple[Any, ...]]]]
     results: Callable[[list[Any]], Any]
     hooks: list[list[Any]]
+    no_hooks: list[list[Any]]
 
     def play(self, tensors: list[Tensor]) -> Any:
         """Repeat the recorded call with `tensors`, which are on the current device."""
-        values = self.constants + tensors
-        for run, choose in self.steps:
-            values.append(run(*choose(values)))
+        values = [*self.constants, *tensors, *self.steps]  # a result takes its step's place
+        for i, run, choose in self.steps:
+            values[i] = run(*choose(values))
         return self.results(values)
 
 
@@ -186,7 +191,7 @@ class Recording(TorchDispatchMode):
         except KeyError:  # the call used a tensor from elsewhere, which is not an argument
             return None
         hooks = [e.kernel.pre_run_hooks for e in self._events if e.kernel is not None]
-        return Tape([*constants.values()], self._steps, chosen, hooks)
+        return Tape([*constants.values()], self._steps, chosen, hooks, [[] for _ in hooks])
 
     def _place(self, x: Any) -> int:
         """Return the index of x among the values; add the step that creates it if necessary."""
@@ -200,9 +205,10 @@ class Recording(TorchDispatchMode):
 
     def _add(self, event: _Event) -> None:
         choose = _chooser([self._place(x) for x in event.args], True)
+        place = self._initial + len(self._steps)
         if event.result is not None:
-            self._places[id(event.result)] = self._initial + len(self._steps)
-        self._steps.append((_METHODS.get(event.run, event.run), choose))
+            self._places[id(event.result)] = place
+        self._steps.append((place, _METHODS.get(event.run, event.run), choose))
 
 
 def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
@@ -235,21 +241,22 @@ class Replayed:
     def __call__(self, *args: Any) -> Any:
         if not REPLAYS:
             return self._launcher(*args)
-        key: list[Any] = []
-        tensors: list[Tensor] = []
-        for argument in args:
-            for x in argument if isinstance(argument, tuple) else (argument,):
-                if type(x) in _VALUES:  # faster than an isinstance check for Tensor
-                    key.append(x)
-                else:
-                    tensors.append(x)
-                    key += x.shape, x.stride(), x.dtype, x.data_ptr() & 15
-        device = tensors[0].get_device()
-        key.append(device)
-        known = tuple(key)
+        # A look at the type is faster than an isinstance check for Tensor.
+        flat = [
+            x
+            for part in args
+            for x in ((part,) if type(part) in _SINGLE or not isinstance(part, tuple) else part)
+        ]
+        tensors = [x for x in flat if type(x) not in _VALUES]
+        device = tensors[0].device.index
+        key = [
+            x if type(x) in _VALUES else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+            for x in flat
+        ]
+        known = (device, *key)
         tape = self._tapes.get(known)
-        if type(tape) is Tape and not any(tape.hooks):
-            if device < 0 or device == torch.cuda.current_device():
+        if type(tape) is Tape and tape.hooks == tape.no_hooks:
+            if device is None or device == torch.cuda.current_device():
                 return tape.play(tensors)
             with torch.cuda.device(device):
                 return tape.play(tensors)

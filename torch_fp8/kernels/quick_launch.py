@@ -226,18 +226,17 @@ def _runner(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     runtime, active = knobs.runtime, driver.active
 
     def launch(*args: Any) -> None:
-        if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook):
+        try:
+            has_hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        except AttributeError:  # a function in place of the chain of hooks
+            has_hooks = True
+        if has_hooks:
             hooked(*args)
             return
-        stream = active.get_current_stream(active.get_current_device())
+        stream = active.get_current_stream(args[0].device.index)
         run(*grid, stream, function, packed, None, None, None, *args)
 
     return launch
-
-
-def _calls(hook: Any) -> Any:
-    """Return the functions that a Triton hook calls, if it is a chain; else the hook."""
-    return getattr(hook, "calls", hook)
 
 
 def quick(kernel: Any, changing: int = 0) -> Any:

@@ -32,9 +32,9 @@ class Bound(NamedTuple):
 
 INF = math.inf
 DEFAULT_BOUNDS = (
-    Bound("input", "saturation", -INF, 1e-2, "values are larger than the payload can say"),
-    Bound("weight", "saturation", -INF, 1e-2, "values are larger than the payload can say"),
-    Bound("grad_output", "saturation", -INF, 1e-2, "values are larger than the payload can say"),
+    Bound("input", "saturation", -INF, 1e-2, "values are larger than the payload can hold"),
+    Bound("weight", "saturation", -INF, 1e-2, "values are larger than the payload can hold"),
+    Bound("grad_output", "saturation", -INF, 1e-2, "values are larger than the payload can hold"),
     Bound("input", "underflow", -INF, 0.2, "small values become zero"),
     Bound("weight", "underflow", -INF, 0.2, "small values become zero"),
     Bound("grad_output", "underflow", -INF, 0.5, "small values become zero"),

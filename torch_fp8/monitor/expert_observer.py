@@ -52,7 +52,7 @@ class ExpertWeight(NamedTuple):
 
     @property
     def weight(self) -> Any:
-        """The present Parameter."""
+        """The current Parameter."""
         return self.module._parameters[self.name]
 
 
@@ -235,5 +235,5 @@ def _source(x: Source) -> Tensor:
 
 
 def _num_held(module: Any) -> int:
-    """Return the number of experts that this rank has, fewer than there are if ranks differ."""
+    """Return the number of experts on this rank: only a part of them under expert parallelism."""
     return len(getattr(module, module.fp8_weight_names[0]))

@@ -1,4 +1,4 @@
-"""`Fallback`: automatic fallbacks of layers from FP8 because of their statistics, and their return.
+"""`Fallback`: takes layers out of FP8 when their statistics raise alarms, and returns them later.
 
 All decisions depend only on numbers that all ranks have joined, so all ranks decide alike.
 """

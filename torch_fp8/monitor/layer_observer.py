@@ -25,7 +25,7 @@ class Observation:
     """The observations of all layers in one step.
 
     Args:
-        clip_search: whether to search the clip of gradients.
+        clip_search: whether to search for the clip of gradients.
         failed: a function called with an error in an observation.
     Attributes:
         seen: statistics by place, from forwards with gradients and their backwards.

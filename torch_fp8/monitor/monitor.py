@@ -3,7 +3,7 @@
 How it works
 ============
 
-Hooks on the optimizer's step, torch's own, show where a step ends. After the step before a measured
+Torch's own hooks on the optimizer's step show where a step ends. After the step before a measured
 one, the monitor makes the layers show their GEMMs' operands (`torch_fp8.monitor.observer`). Before
 the update of the measured step, when all gradients exist, it reads histories and updates
 (`torch_fp8.monitor.parameters`), detaches from the layers, joins the numbers of all ranks, and
@@ -294,7 +294,7 @@ class Monitor:
 
     @property
     def _device(self) -> torch.device:
-        """Return the model's present device."""
+        """Return the model's current device."""
         devices = (owner.weight.device for _, owner in self._weights)
         return next(devices, torch.device("cpu"))
 

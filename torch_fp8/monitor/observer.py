@@ -2,11 +2,11 @@
 
 In a measured step each layer has a `LayerObserver`. The layer shows it the payloads that its GEMMs
 multiply and the tensors from which these were cast, and the statistics compare the two. The monitor
-casts nothing itself, so its numbers describe the cast that ran with its actual scale, whether the
-layer, the norm or the gated MLP before it made the payload, or it was kept from an earlier forward,
-gathered in FP8, or cast with an outdated history. Only a layer that has left FP8 for a while has
-hooks, because it multiplies no payload: its operands are cast as they would be in FP8. The search
-for a clip also casts gradients with other scales.
+casts nothing itself, so its numbers describe the cast that ran, with its actual scale. The payload
+may come from the layer, or from the norm or gated MLP before it; it may be kept from an earlier
+forward, gathered in FP8, or cast with an outdated history. Only a layer that has left FP8 for a
+while has hooks, because it multiplies no payload: its operands are cast as they would be in FP8.
+The search for a clip also casts gradients with other scales.
 
 The first micro-batch of a step counts. The second pass of a checkpoint adds what the first did not
 compute, the transposed input. A forward without gradients counts if a layer in training mode has no
@@ -20,7 +20,7 @@ A compiled model would ignore an observer that is added later. In an observed st
 eagerly (``torch.compiler.set_stance``), which rounds as eager models do; afterwards the graphs are
 used again.
 
-Hooks on an optimizer, torch's own, that detect the end of a step.
+`hook_step` detects the end of a step with torch's own hooks on an optimizer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ class Observer:
     Args:
         layers: (qualified name, module) of the layers.
         experts: the modules of fused experts.
-        clip_search: whether to search the clip of gradients.
+        clip_search: whether to search for the clip of gradients.
         head: the layer whose output is the logits, for their sharpness; or None.
         failed: a function called with an error in an observation.
     Attributes:

@@ -83,7 +83,7 @@ def look_at_saturation(layers: Layers, reported: dict[str, Tensor]) -> Iterator[
 
 
 def _saturation(layer: nn.Module) -> Saturation | None:
-    """Return what a layer shares with others if graphs cast with the scales of the last step."""
+    """Return a layer's counter, shared with others, if graphs cast with the last step's scales."""
     scaling = layer.fp8.scaling if isinstance(layer, Float8Layer) else None
     return None if scaling is None or scaling.rule.eager else scaling.saturation
 

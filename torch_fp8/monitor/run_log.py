@@ -5,8 +5,8 @@
     {"step": 12, "event": "fallback", "what": "...", "layer": "..."}
 
 A line with names gives the names of the values in later lines. A run that resumes from a checkpoint
-appends to the file, with the step since which it does; earlier entries after that step no longer
-count. A truncated last line is ignored.
+appends to the file, beginning with a line whose ``since`` is the step of the checkpoint; earlier
+entries for later steps no longer count. A truncated last line is ignored.
 """
 
 import json

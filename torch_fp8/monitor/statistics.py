@@ -164,7 +164,7 @@ def left_out(history: Tensor, reported: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
-    """Search the clip of a tensorwise scale that changes the direction least, (2,) float32.
+    """Search for the clip of a tensorwise scale that changes the direction least, (2,) float32.
 
     Args:
         x: (R, C).

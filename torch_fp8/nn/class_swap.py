@@ -51,6 +51,15 @@ def is_fsdp_class(cls: type) -> bool:
     return len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
 
 
+def param_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of parameters that are gathered together; one before torch 2.13."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g]
+
+
 def stock_class(cls: type) -> type:
     """Return the class from which ``fully_shard`` made this one, or the class itself."""
     return cls.__bases__[1] if is_fsdp_class(cls) else cls

@@ -265,7 +265,7 @@ def _product_in_graph(
         return shape_of_result((*first.shape[:-1], width), first.dtype, *inputs)
 
     def quantizers(casts: str, buffers: tuple[Tensor, ...]) -> Quantizers:
-        return graph_options(casts, first.dtype, first.dtype, training, True).quantizers_of(buffers)
+        return graph_options(casts, first.dtype, first.dtype, training).quantizers_of(buffers)
 
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down is not None:

@@ -16,7 +16,6 @@ nevertheless, as from another device, they have a product of their own.
 Legend: M tokens, K in, N out.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,22 +63,15 @@ class Exchange:
 
     def arriving(self) -> "Gradients":
         """Return the gradients to which another of the running backward can be added."""
-        arrived = self.passes.setdefault(running_backward(), [])
+        number = running_backward()
+        arrived = self.passes.setdefault(number, [])
         if not arrived or arrived[-1].is_cast:
-            arrived.append(Gradients(self))
+            arrived.append(Gradients(self, number))
         return arrived[-1]
 
     def arrived(self) -> "list[Gradients]":
         """Return the gradients of the running backward."""
         return self.passes.get(running_backward(), [])
-
-    def drop(self, gradients: "Gradients") -> None:
-        """Free gradients that all functions have used."""
-        number = running_backward()
-        if not gradients.readers:
-            self.passes[number].remove(gradients)
-            if not self.passes[number]:
-                del self.passes[number]
 
 
 class Gradients:
@@ -87,14 +79,15 @@ class Gradients:
 
     Attributes:
         outputs: gradient (..., N) of each output, by the index of its member.
+        number: number of the backward that they belong to.
         saved: tensors that `GroupWeight` has saved, by index.
         dtypes: dtypes of the gradients of the weights, by index; those that are needed.
         bias_dtypes: dtypes of the gradients of the biases that are needed, by index.
         readers: indices of the weights that have yet to take their gradient; -1 is the input.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, number: int) -> None:
+        self.exchange, self.number = exchange, number
         self.outputs: dict[int, Tensor] = {}
         self.saved: dict[int, dict[str, Tensor]] = {}
         self.dtypes: dict[int, torch.dtype] = {}
@@ -124,10 +117,6 @@ class Gradients:
             )
         return self._payloads
 
-    def dense(self) -> Tensor:
-        """Return the gradients side by side, (M, N1 + N2 + ...)."""
-        return matrix(joined(list(self.outputs.values())))
-
     @property
     def sizes(self) -> list[int]:
         return [self.exchange.sizes[i] for i in self.outputs]
@@ -153,7 +142,7 @@ class Gradients:
                     g_t, x_t, out_dtype, tokens, fast_accum=wgrad.fast_accum, emulate=emulate
                 )
             else:
-                dense = self.dense()
+                dense = matrix(joined(list(self.outputs.values())))  # (M, N1 + N2 + ...)
                 rows = cast(dense.t() @ x.to(dense.dtype), out_dtype)
             # No views, because the gradients are the users' to write to: (N1 + N2 + ..., K).
             parts = rows.unsafe_split_with_sizes(self.sizes)
@@ -170,9 +159,13 @@ class Gradients:
         return self._rows.pop(i), grad_bias  # autograd copies what something else holds
 
     def is_read_by(self, i: int) -> None:
-        """Note that a function has used these gradients."""
+        """Note that a function has used these gradients, which the last one frees."""
         self.readers.discard(i)
-        self.exchange.drop(self)
+        if not self.readers:
+            arrived = self.exchange.passes[self.number]
+            arrived.remove(self)
+            if not arrived:
+                del self.exchange.passes[self.number]
 
 
 class Output(torch.autograd.Function):
@@ -183,13 +176,10 @@ class Output(torch.autograd.Function):
         ctx: Any,
         of_input: Tensor,
         of_weight: Tensor,
-        i: int,
-        exchange: Exchange,
-        compute: Callable[[], Tensor],
-        reads: Any,
+        member: tuple[int, Exchange, Callable[[], Tensor], Any],
     ) -> Tensor:
-        ctx.i, ctx.exchange = i, exchange
-        ctx.reads = reads  # for the members that are called later
+        # The reads of the input live on for the members that are called later.
+        ctx.i, ctx.exchange, compute, ctx.reads = member
         return compute()
 
     @staticmethod
@@ -211,7 +201,7 @@ class Output(torch.autograd.Function):
             gradients.dtypes[i] = whole if returned else stored
             if of_weight.bias_dtype is not None:
                 gradients.bias_dtypes[i] = of_weight.bias_dtype
-        return None, None, None, None, None, None
+        return None, None, None
 
 
 def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -225,18 +215,17 @@ def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients.is_read_by(-1)
     if total is not None:
         total = total.to(ctx.exchange.options.dtype).view(ctx.input_shape)
-    return total, None, None, None
+    return total, None
 
 
 class GroupInput(torch.autograd.Function):
     """Return a token for the input (..., K); the gradient comes from `Exchange`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shape: torch.Size, exchange: Exchange, device: torch.device
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: tuple[Exchange, torch.Size, torch.device]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.exchange, ctx.name, ctx.input_shape = exchange, exchange.options.name, shape
+        ctx.exchange, ctx.input_shape, device = group
+        ctx.name = ctx.exchange.options.name
         return _token(device)
 
     @staticmethod
@@ -260,7 +249,7 @@ class GroupInput(torch.autograd.Function):
             )
             total = product if total is None else total + product
             gradients.is_read_by(-1)
-        return None if total is None else total.view(ctx.input_shape), None, None, None
+        return None if total is None else total.view(ctx.input_shape), None
 
 
 def _differentiable_bias(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -273,7 +262,7 @@ def _differentiable_bias(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...
             grad = matrix(plain(gradients.outputs[ctx.i]))
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
             gradients.is_read_by(ctx.i)
-    return None, grad_bias, None, None, None, None
+    return None, grad_bias, None
 
 
 class GroupWeight(torch.autograd.Function):
@@ -284,17 +273,14 @@ class GroupWeight(torch.autograd.Function):
         ctx: Any,
         weight: Tensor,
         bias: Tensor | None,
-        i: int,
-        exchange: Exchange,
-        shape: torch.Size,
-        payloads: InputPayloads,
+        member: tuple[int, Exchange, int, InputPayloads],
     ) -> Tensor:
+        ctx.i, ctx.exchange, ctx.tokens, payloads = member
         save_by_name(ctx, {"weight": weight, "x": payloads.qdata, "x_scale": payloads.scale})
         ctx.set_materialize_grads(False)
         ctx.dtypes = gradient_dtype(weight), weight.dtype
         ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[1] else None
-        ctx.i, ctx.exchange, ctx.name = i, exchange, exchange.options.name
-        ctx.tokens = math.prod(shape[:-1])
+        ctx.name = ctx.exchange.options.name
         return _token(weight.device)
 
     @staticmethod
@@ -305,7 +291,7 @@ class GroupWeight(torch.autograd.Function):
             if ctx.i in gradients.outputs:
                 grads = gradients.take(ctx.i, ctx.tokens)
                 gradients.is_read_by(ctx.i)
-        return *grads, None, None, None, None
+        return *grads, None
 
 
 def _token(device: torch.device) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.nn.loss_head import Precision
+from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.producer import await_step
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 
@@ -32,8 +34,9 @@ class HeadCall:
         bias: (V,) or None.
         precision: ``bf16`` or ``fp8``, that of the products.
         owner: the layer's state, with functions `gather`, which gathers a weight that FSDP2 has
-            freed and returns the module to reshard, and `note`, which gets the bytes of logits that
-            were computed, 0 if a loss was fused, and the name of the function that read them.
+            freed and returns the module to reshard; `sharded`, which returns the sharded parameter
+            of a gathered weight, or None; and `note`, which gets the bytes of logits that were
+            computed, 0 if a loss was fused, and the name of the function that read them.
         linear: function of input, weight and bias that returns the layer's plain output.
         autocast: state of the call, see `autocast_state`, or None for the current one.
 
@@ -60,13 +63,13 @@ class HeadCall:
         autocast: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.hidden, self.weight, self.bias = name, hidden, weight, bias
-        self.gather, self.note, self.linear = owner.gather, owner.note, linear
+        self.owner, self.note, self.linear = owner, owner.note, linear
         self.precision = precision
         self.autocast = autocast or autocast_state(hidden.device.type)
         self.dtype = self.autocast.get("dtype", hidden.dtype)
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
         self.versions = self._versions()
-        self.address = _address(weight)
+        self.address, self.shard = _address(weight), self._shard()
         self.is_read = self.is_fused = self.is_written = self.is_lost = self.is_observed = False
         self.reader = ""
         self.begins: list[Any] = []
@@ -100,10 +103,21 @@ class HeadCall:
     def is_unchanged(self) -> bool:
         address = _address(self.weight)
         moved = self.address is not None and address is not None and address != self.address
-        return not (moved or self.is_lost) and self._versions() == self.versions
+        lost = self.is_lost or (self.is_freed and self._shard() != self.shard)
+        return not (moved or lost) and self._versions() == self.versions
 
     def _versions(self) -> list[Any]:
-        return [t.halves.version if isinstance(t, SplitWeight) else t._version for t in self.inputs]
+        return list(map(_version, self.inputs))
+
+    def _shard(self) -> tuple[int, ...] | None:
+        """Return what each write to the shards from which FSDP2 gathers the weight changes.
+
+        Functions of a DTensor change its version, and those of its local tensor that one's.
+        """
+        sharded = self.owner.sharded(self.weight)
+        if sharded is None:
+            return None
+        return id(local(sharded)), sharded._version, _version(local(sharded))
 
     @property
     def is_freed(self) -> bool:
@@ -123,7 +137,7 @@ class HeadCall:
                 "logits, which are computed at their first use, are used only now; read them "
                 "before the write, or train with FP8Config(loss_head='off')"
             )
-        gathered = self.gather(self.weight) if self.is_freed else None
+        gathered = self.owner.gather(self.weight) if self.is_freed else None
         if self.is_freed:
             raise RuntimeError(
                 f"FSDP2 has freed the weight of '{self.name}', from which the logits are computed "
@@ -167,6 +181,13 @@ def autocast_state(device: str) -> dict[str, Any]:
 def memory_of(weight: Tensor) -> Tensor:
     """Return the tensor whose memory holds a weight, the bytes of one in FP8."""
     return getattr(weight, "qdata", weight)
+
+
+def _version(x: Tensor) -> int:
+    """Return a number that each write to a tensor changes."""
+    if isinstance(x, SplitWeight):
+        return x.halves.version
+    return x.payload.version if isinstance(x, Float8FrozenWeight) else x._version
 
 
 def _address(weight: Tensor) -> int | None:

@@ -17,6 +17,7 @@ A tensorwise scale serves all members: that of the largest gradient, and of the 
 Legend: M tokens, K in, N out.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,15 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
-from torch_fp8.autograd.function import only_shape_matters, written_in_backward
-from torch_fp8.nn import linear_function
+from torch_fp8.autograd.function import only_shape_matters, reshaped, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
 from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
 from torch_fp8.nn.scale_buffers import graph_buffers
+from torch_fp8.ops.scaled_mm import scaled_matmul
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import quantize_input, source_of
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -91,7 +93,7 @@ def _fits(layer: Any, options: LinearOptions) -> bool:
     fp8, weight = getattr(layer, "fp8", None), layer._parameters.get("weight")
     if fp8 is None or fp8.frozen is not None or fp8.recipe != options.recipe:
         return False
-    if not (isinstance(weight, SplitWeight) or type(weight) is nn.Parameter):
+    if not (type(weight) is nn.Parameter or isinstance(weight, SplitWeight)):
         return False  # sharded, gathered in FP8, or computed by a hook
     if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
         return False
@@ -104,43 +106,39 @@ class Reads:
 
     Attributes:
         backward: backward that recomputes this forward, or -1.
-        waiting: token of each layer that was not called yet, with the weight and the bias that it
-            is for, by the layer's index.
+        members: the layers of the group, or none if there is one alone.
+        waiting: index and token of each member that was not called yet, and the weight and the bias
+            that they are for.
     """
 
     def __init__(self, group: InputGroup, x: Tensor, shape: torch.Size, options: Any) -> None:
         self.backward = running_backward()
-        layers = group.members(options)
-        self.exchange = Exchange(options, [m.out_features for m in layers], tuple(layers))
-        self.waiting: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
-        if len(layers) < 2:
-            return
-        parameters = [(m.weight, m.bias) for m in layers]
-        self.of_input, of_weights = connect(x, shape, self.exchange, parameters)
-        pairs = zip(of_weights, parameters, strict=True)
-        self.waiting = {i: (token, *pair) for i, (token, pair) in enumerate(pairs)}
-
-    def index(self, layer: Any) -> int | None:
-        """Return the index of a layer, or None if it is not a member."""
-        layers = self.exchange.layers
-        return next((i for i, member in enumerate(layers) if member is layer), None)
+        layers = tuple(group.members(options))
+        self.exchange = Exchange(options, [m.out_features for m in layers], layers)
+        self.members = layers if len(layers) > 1 else ()
+        parameters = [(m._parameters["weight"], m._parameters["bias"]) for m in self.members]
+        self.waiting: dict[Any, tuple[int, Tensor, Tensor, Tensor | None]] = {}
+        if self.members:
+            self.of_input, of_weights = connect(x, shape, self.exchange, parameters)
+            for i, (layer, token) in enumerate(zip(layers, of_weights, strict=True)):
+                self.waiting[layer] = (i, token, *parameters[i])
 
     def is_over_for(self, layer: Any) -> bool:
         """Return whether a layer is called again: by its module, or by a checkpoint."""
-        i = self.index(layer)
-        called = i is not None and len(self.exchange.sizes) > 1 and i not in self.waiting
+        called = layer in self.members and layer not in self.waiting
         return called or self.backward != running_backward()
 
     def take(self, layer: Any, operands: Any, options: LinearOptions) -> tuple[int, Tensor] | None:
         """Return a layer's index and its token, which serves one call, or None if it has none."""
-        i, of_group = self.index(layer), self.exchange.options
-        if i is None or i not in self.waiting or not _fits(layer, of_group):
+        if layer not in self.waiting:
             return None
-        token, weight, bias = self.waiting[i]
+        (i, token, weight, bias), of_group = self.waiting[layer], self.exchange.options
         replaced = weight is not operands.weight or bias is not operands.bias
-        if replaced or options.out_dtype != of_group.out_dtype:
+        products = options.out_dtype, options.recipe, options.emulate
+        alike = products == (of_group.out_dtype, of_group.recipe, of_group.emulate)
+        if replaced or not (alike and weight.requires_grad):
             return None
-        del self.waiting[i]
+        del self.waiting[layer]
         return i, token
 
 
@@ -157,11 +155,12 @@ def connect(
     options = exchange.options
     needs: dict[str, Any] = {"wgrad": True, "fp8_wgrad": options.recipe.wgrad is not None}
     payloads = quantize_input(options.quantizers.input, x, **needs, dtype=options.out_dtype)
+    tokens = math.prod(shape[:-1])
     of_weights = [
-        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)
+        GroupWeight.apply(weight, bias, (i, exchange, tokens, payloads))
         for i, (weight, bias) in enumerate(parameters)
     ]
-    of_input: Tensor = GroupInput.apply(x, shape, exchange, parameters[0][0].device)
+    of_input: Tensor = GroupInput.apply(x, (exchange, shape, parameters[0][0].device))
     return of_input, of_weights
 
 
@@ -174,16 +173,14 @@ def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor |
         options: options of the layer.
     """
     x, group = operands.input, layer.fp8.group()
-    # Without a gradient of the input, the readers' backwards may run one by one.
-    if operands.parts is not None or not (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    if group is None:  # the norm is gone
+    if group is None or operands.parts is not None:  # the norm is gone
         return None
     if x.reads is None:
         x.reads = {}
     reads = x.reads[group]() if group in x.reads else None
     if reads is None or reads.is_over_for(layer):
-        if not _fits(layer, options):
+        # Without a gradient of the input, the readers' backwards may run one by one.
+        if not x.requires_grad or not _fits(layer, options):
             return None
         reads = Reads(group, x, operands.shape, options)
         # Not a strong reference: a leaf would hold itself through its gradient accumulator.
@@ -215,13 +212,23 @@ def _output(
 
     def compute() -> Tensor:
         x, weight, bias, shape = operands
-        quantizers = options.quantizers
-        fprop = linear_function.fprop
-        y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
-        exchange.scales[i] = cast_operands.weight_scale
-        return y
+        quantizers, observer = options.quantizers, options.quantizers.observer
+        w = quantizers.weight.for_fprop(weight)
+        if type(x) is LazyQuantizedTensor:
+            a = x.production.rowwise(quantizers.input)
+        else:
+            a, _, _ = quantizers.input(x, rowwise=True, columnwise=False)
+        if observer is not None:
+            observer.weight(weight, w)
+            observer.input(x, a, None)
+        assert a is not None
+        exchange.scales[i], fast_accum = w.scale, options.recipe.fprop.fast_accum
+        out_dtype, emulate = options.out_dtype, options.emulate
+        # (M, K) @ (N, K)^T, both along K
+        y = scaled_matmul(a, w, out_dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
+        return reshaped(y, (*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
 
-    return Output.apply(*tokens, i, exchange, compute, reads)
+    return Output.apply(*tokens, (i, exchange, compute, reads))
 
 
 # ---- in graphs of torch.compile ------------------------------------------------------------------
@@ -260,7 +267,7 @@ def _fits_graph(layer: Any, fp8: Any) -> bool:
 
 @torch.compiler.allow_in_graph
 def member_in_graph(
-    x: Tensor, i: int, num: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
+    x: Tensor, i: int, num: int, casts: tuple[str, bool], *tensors: Tensor | None
 ) -> Tensor:
     """Compute the output of member `i` as a single node of Dynamo's graph.
 
@@ -275,13 +282,13 @@ def member_in_graph(
     source = source_of(x)
     if only_shape_matters(x) or source is None:
         return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
-    text, ready, training = casts
+    text, training = casts
     key = tuple(id(weight) for weight in weights)
     if source.reads is None:
         source.reads = {}
     if key not in source.reads or source.reads[key][0]() is not x:
         written_in_backward(buffers[-1:])
-        options = graph_options(text, x.dtype, output_dtype(x), training, ready)
+        options = graph_options(text, x.dtype, output_dtype(x), training)
         options = options._replace(quantizers=options.quantizers_of(buffers))
         exchange = Exchange(options, [weight.shape[0] for weight in weights])
         joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))

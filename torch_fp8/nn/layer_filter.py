@@ -277,5 +277,9 @@ def quantized_by(module: nn.Module) -> str | None:
 
 def is_ligers(module: nn.Module) -> bool:
     """Return whether a module's forward is Liger Kernel's, by its class or by a patch."""
-    forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)
+    return comes_from_liger(getattr(vars(module).get("forward"), "__func__", type(module).forward))
+
+
+def comes_from_liger(forward: Any) -> bool:
+    """Return whether a function is Liger Kernel's."""
     return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")

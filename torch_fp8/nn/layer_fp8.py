@@ -11,7 +11,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import autocast_dtype, warn_of_disabled_autocast
@@ -26,6 +26,7 @@ from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
@@ -225,8 +226,7 @@ class LayerFP8:
         name = "" if compiling else self.name  # see `torch_fp8.autograd.function.name_of`
         out_dtype = autocast_dtype(operands.weight.device.type) or operands.dtype
         products = self.recipe, self.quantizers(layer, group), self.emulate, layer.training
-        ready = compiling and self.scales_known
-        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast, ready)
+        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast)
 
     def release(self) -> None:
         """Free cached payloads and quantizers, before weight and scales move."""
@@ -250,7 +250,11 @@ def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Siz
         TypeError: input or weight has another dtype, or torchao has quantized the weight.
         ValueError: the last dimension of the input is not K, or it is on another device.
     """
-    name, shape, dtype = fp8.name, input.shape, input.dtype
+    name = fp8.name
+    if type(input) is LazyQuantizedTensor:
+        shape, dtype = input.outer_shape, input.outer_dtype
+    else:
+        shape, dtype = input.shape, input.dtype
     if dtype not in CAST_DTYPES:
         raise TypeError(
             f"FP8 linear '{name}' takes float32, bfloat16 or float16 input, got {dtype}; "
@@ -262,7 +266,8 @@ def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Siz
             "GEMMs take float32, bfloat16 or float16: call model.float(), or "
             "torch_fp8.revert(model) first"
         )
-    if not torch.compiler.is_compiling() and type(weight).__module__.startswith("torchao."):
+    is_own = type(weight) is nn.Parameter or torch.compiler.is_compiling()
+    if not is_own and type(weight).__module__.startswith("torchao."):
         raise TypeError(
             f"the weight of FP8 linear '{name}' is torchao's {type(weight).__name__}: call "
             "torch_fp8.revert(model) before torchao's quantize_(model)"

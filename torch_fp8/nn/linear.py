@@ -104,17 +104,19 @@ class Float8Layer(FrozenStorage):
             return self._of_other_layout(input)
         if compiling:
             return _in_graph(self, input)
-        if not torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        if not has_graph:
             output = repeated(self, input)
             if output is not None:
                 return output
         operands = self.fp8.operands(self, input)
         options = self.fp8.options(self, operands)
-        is_shared = self.fp8.group is not None and type(input) is LazyQuantizedTensor
-        output = member_output(self, operands, options) if is_shared else None
+        output, is_lazy = None, type(input) is LazyQuantizedTensor
+        if is_lazy and has_graph and self.fp8.group is not None:
+            output = member_output(self, operands, options)
         if output is None:
             output = linear(*operands[:4], options)
-        return operands.output(output)
+        return output if operands.parts is None else operands.output(output)
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(
@@ -251,11 +253,13 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     note_graph()
     fp8, weight = layer.fp8, layer.weight
     buffers: tuple[Any, ...] = ()
+    if fp8.scaling is not None and not fp8.scales_known:
+        note_trace(layer.fp8_grad_amax)
     if isinstance(x, _NOT_PLAIN) or isinstance(weight, _NOT_PLAIN):
         operands = fp8.operands(layer, x)
         if fp8.scaling is not None:
             _, scales, slots = scaling_buffers(layer)
-            buffers = None, scales, *slots
+            buffers = None, scales if fp8.scaling.ready else None, *slots
         shape = operands.shape
         # torch 2.13 loses views in the backward of a function with sharded tensors: pass none.
         rows = operands.input.reshape(-1, shape[-1])  # (M, K)
@@ -264,9 +268,7 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         return operands.output(y.reshape(*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
     check_input(fp8, x, weight)
     bias = layer.bias if layer.fp8_adds_bias else None
-    casts = fp8.casts, fp8.scales_known, layer.training
-    if fp8.scaling is not None and not fp8.scales_known:
-        note_trace(layer.fp8_grad_amax)
+    casts = fp8.casts, layer.training
     if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
         i, num, shared = graph_operands(layer)
         if shared:
@@ -274,7 +276,7 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     if fp8.scaling is not None:
         buffers = graph_buffers(layer)
     if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
-        return served_in_graph(x, *fp8.served, bias, casts[:2], *buffers)
+        return served_in_graph(x, *fp8.served, bias, fp8.casts, *buffers)
     return linear_in_graph(x, weight, bias, casts, *buffers)
 
 

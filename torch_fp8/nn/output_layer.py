@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fp8.autograd import current_pass
-from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
-from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
+from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed, warn_once
+from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class, param_groups
 from torch_fp8.nn.deferred_logits import fuses
 from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
 from torch_fp8.nn.head_call import HeadCall, autocast_state, memory_of
@@ -51,6 +51,8 @@ class HeadFP8:
     """
 
     step: tuple[str, str] | None = None
+    _searched: Any = None
+    _record: Any = None
 
     def __init__(self, name: str, model: nn.Module, was_frozen: bool = False) -> None:
         self.name, self.model, self.was_frozen = name, weakref.ref(model), was_frozen
@@ -80,15 +82,27 @@ class HeadFP8:
 
         A module that stays gathered would run the next forward with the values of before a step.
         """
-        model = self.model()
-        modules = [] if model is None else list(model.modules())
-        sharded = [m for m in reversed(modules) if is_fsdp_class(type(m))]
-        for module in sorted(sharded, key=self._is_below, reverse=True):  # the innermost first
+        # the innermost first
+        for module in sorted(self._fsdp_modules(), key=self._is_below, reverse=True):
             module.unshard()
             if memory_of(weight).untyped_storage().nbytes():
                 return module
             module.reshard()
         return None
+
+    def sharded(self, weight: Tensor) -> Tensor | None:
+        """Return the sharded parameter from which FSDP2 has gathered a weight, or None."""
+        if self._searched is None or self._searched() is not weight:
+            groups = (group for m in self._fsdp_modules() for group in param_groups(m))
+            records = (record for group in groups for record in group.fsdp_params)
+            of_weight = [r for r in records if getattr(r, "unsharded_param", None) is weight]
+            self._searched, self._record = weakref.ref(weight), next(iter(of_weight), None)
+        return None if self._record is None else self._record.sharded_param
+
+    def _fsdp_modules(self) -> list[Any]:
+        model = self.model()
+        modules = [] if model is None else list(model.modules())
+        return [m for m in reversed(modules) if is_fsdp_class(type(m))]
 
     def _is_below(self, module: nn.Module) -> bool:
         return any(vars(child).get("loss_head") is self for child in module.modules())
@@ -118,6 +132,16 @@ def _warn_of_training(name: str) -> None:
     )
 
 
+@torch.compiler.assume_constant_result
+def _note_graph(name: str, classes: int) -> None:
+    """Warn that a graph has plain logits."""
+    warn_once(
+        f"FP8: the logits of '{name}' are in memory in a graph of torch.compile, {2 * classes:,} "
+        "bytes and more for each token, because the graph is not that of a whole model, or FSDP2 "
+        "gathers the weight in FP8; docs/loss_head.md lists what needs no logits"
+    )
+
+
 class OutputLayer(nn.Module):
     """Mixin of a converted output layer, in front of its own class.
 
@@ -125,6 +149,7 @@ class OutputLayer(nn.Module):
     """
 
     loss_head: HeadFP8
+    out_features: int
     weight: Tensor
     bias: Tensor | None
 
@@ -139,11 +164,13 @@ class OutputLayer(nn.Module):
             _warn_of_training(head.name)
             if not in_graph:
                 head.was_frozen = False
-        waits = fuses(head.step) if in_graph else head.waits
-        if not (self.training and torch.is_grad_enabled() and waits):
+        if not (self.training and torch.is_grad_enabled()):
             return None
         if current_pass.requested or is_exporting() or (not in_graph and is_transformed()):
             return None
+        waits = fuses(head.step) if in_graph else head.waits
+        if not waits:
+            return _note_graph(head.name, self.out_features) if in_graph else None
         # FSDP2's own modules, and FSDP1, which shows views of its flat parameter, free the weight.
         flattened = not isinstance(self._parameters.get("weight"), nn.Parameter)
         if flattened or is_fsdp_class(type(self)):
@@ -158,7 +185,7 @@ class OutputLayer(nn.Module):
         usual = usual or (fp8 and not in_graph and isinstance(weight, QuantizableTensor))
         usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
-            return None
+            return _note_graph(head.name, self.out_features) if in_graph else None
         alike = fp8 or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
         if not (alike and any(t is not None and t.requires_grad for t in (x, weight, bias))):
             return None

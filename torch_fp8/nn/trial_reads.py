@@ -111,7 +111,7 @@ class Recorder:
     def __init__(self, module: nn.Module, given: Mapping[str, Any]) -> None:
         self.cls = user_class(type(module))
         self._given = dict(given)
-        self._own = dict(module.__dict__)
+        self._own = {n: v for n, v in vars(module).items() if n != "forward"}
         self._names: set[str] = set()
         twins = {k: v.twin if isinstance(v, Recorder) else v for k, v in given.items()}
         cls = _recording(self.cls, self._names)

@@ -30,7 +30,12 @@ from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode
 from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
 from torch_fp8.quantization.scaling import raise_slot, tensor_amax
 from torch_fp8.quantization.split_float import RESIDUAL_BITS, join, split
-from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
+from torch_fp8.quantization.stochastic_rounding import (
+    element_index,
+    random_words,
+    second_words,
+    stream_keys,
+)
 
 _CHUNK = 1 << 15  # elements at a time, in whole rows, so that temporaries stay small
 
@@ -86,12 +91,13 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
 
     rows, cols = weight.shape
     index = element_index(rows, cols, part.row, part.col, part.row_length, weight.device)
-    words = random_words(index, scalars.keys)
+    keys = stream_keys(part.number, after=scalars.stream)
+    words = random_words(index, keys)
     _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
     _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
     if part.weight.dtype == torch.bfloat16:
         if part.residual is None:
-            words = second_words(words, scalars.keys)
+            words = second_words(words, keys)
         weight, residual = split(weight, _residual_bits(part), words)
         if part.residual is not None and residual is not None:
             part.residual.copy_(residual)

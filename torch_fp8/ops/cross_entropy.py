@@ -14,7 +14,7 @@ is float32.
 **FP8.** The gradient is cast to E5M2 with one power-of-two scale. The gradient of a cross entropy
 without other factors is softmax minus one-hot, bounded by 1, so that its scale is a constant. E5M2
 has two bits of mantissa: in a flat softmax every p is rounded the same way, and the sum of a row
-would be off by up to 6 %; the element of the label is as large as all others together, and its
+would be off by up to 11 %; the element of the label is as large as all others together, and its
 rounding alone would be off by as much. So the payload is 0 at the label, whose gradient is returned
 in float32, and `balance` corrects the row for what rounding has changed in its sum.
 
@@ -204,7 +204,7 @@ def cross_entropy_quantize(
         Payload (M, V') and its transpose (V, M'), where V' and M' are V and M rounded up to
         multiples of 16, with zeros there and at the labels; (3, M) float32: the sums over the other
         classes of the gradient and of the payload's values, and the label's gradient; the
-        gradient's sums (V,) float32 over the tokens. None: not requested.
+        gradient's sums (V,) float32 over the tokens. Results that were not requested are None.
     """
     row, col, sums, of_bias = _quantize_fake(
         logits, terms, form, payload_scale, rowwise, columnwise, wants_bias

@@ -23,7 +23,7 @@ gradients after a bias of odd size are unaligned, and would be moved element by 
 
 def is_aligned(x: Tensor) -> bool:
     """Return whether x starts at a multiple of ALIGNMENT bytes in its memory."""
-    return x.storage_offset() * x.element_size() % ALIGNMENT == 0
+    return x.storage_offset() * x.dtype.itemsize % ALIGNMENT == 0
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def operand(
     col_multiple = 128 if blocks_of_128 else GEMM_ALIGNMENT
     if x.granularity == "block_128x128":
         row_multiple = max(row_multiple, 128)
-    elif is_b or blocks_of_128:
-        row_multiple = max(row_multiple, GEMM_ALIGNMENT)
+    elif (is_b or blocks_of_128) and row_multiple < GEMM_ALIGNMENT:
+        row_multiple = GEMM_ALIGNMENT
     rows, cols = x.qdata.shape
     qdata, scale = x.qdata, x.scale
     more_rows, more_cols = -rows % row_multiple, contracted + -contracted % col_multiple - cols
@@ -80,7 +80,7 @@ def aligned_operand(x: QuantizedTensor) -> QuantizedTensor:
     For a scale at an unaligned address cuBLASLt chooses a kernel and then returns
     CUBLAS_STATUS_NOT_SUPPORTED.
     """
-    if is_aligned(x.scale) and is_aligned(x.qdata):
+    if not (x.qdata.storage_offset() or x.scale.storage_offset()):
         return x
     return QuantizedTensor(aligned(x.qdata), aligned(x.scale), x.granularity)
 
@@ -91,7 +91,7 @@ def with_columns(qdata: Tensor, cols: int) -> Tensor:
 
 
 def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
-    """Return x extended to `rows` rows over the memory after it, or None without memory.
+    """View x as `rows` rows, reading into the memory behind it, or None if its storage is shorter.
 
     The contents of that memory only affect rows of the product that are cut off. Scales are
     allocated with this additional room wherever such a payload is created.

@@ -27,7 +27,7 @@ _MIN_CUDA_OF_BLOCKS = (12, 9)
 UNMEASURED = "tensorwise"
 """Recipe of ``auto`` if nothing is measured, on every device.
 
-Published measurements on Hopper show it as the fastest recipe that uses the present tensor's scale,
+Published measurements on Hopper show it as the fastest recipe that uses the current tensor's scale,
 and the CPU uses what Hopper does. If a measurement on another architecture differs, it belongs
 here.
 """

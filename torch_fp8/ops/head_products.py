@@ -35,7 +35,7 @@ _MOST_TOKENS, _FEWER_TOKENS, _MOST_BYTES = 4096, 2048, 5 * 2**28
 
 
 class HeadOptions(NamedTuple):
-    """What is computed of an output layer with its loss.
+    """The choice of what is computed of an output layer and its loss, and how.
 
     Attributes:
         dtype: dtype of the logits, and of hidden states and weight in the products.
@@ -44,7 +44,7 @@ class HeadOptions(NamedTuple):
         unit: whether no gradient of a row is larger than 1 before the logits' factors, so that the
             scale of the payload is a constant.
         wants_entropy, wants_dgrad, wants_wgrad, wants_bgrad: which results to compute.
-        chunk: number of tokens that have logits at the same time; 0: by their memory.
+        chunk: number of tokens that have logits at the same time, or 0 to derive it from memory.
         narrow_wgrad: whether the gradient of the weight is rounded to `dtype` by the product,
             because one chunk has all tokens, instead of summed in float32.
     """
@@ -79,7 +79,7 @@ class HeadOptions(NamedTuple):
 def workspace_bytes(
     tokens: int, features: int, weight: Tensor, is_payload: bool, options: HeadOptions
 ) -> int:
-    """Return the bytes that a loss and its gradients need beside arguments and results.
+    """Return the bytes that a loss and its gradients need in addition to arguments and results.
 
     Args:
         tokens, features: T and H.

@@ -57,7 +57,7 @@ def _fake(
 
 
 def workspace_of(*args: Any) -> int:
-    """Return the bytes that a call of the operator allocates beside its results.
+    """Return the bytes that a call of the operator allocates in addition to its results.
 
     Args:
         args: the flat arguments of ``torch.ops.torch_fp8.linear_softmax_loss``.
@@ -91,8 +91,8 @@ def linear_softmax_loss(
         options: other arguments.
     Returns:
         loss, lse and entropy (T,) float32; gradients of hidden (T, H) in `options.dtype`, of weight
-        (V, H) in float32, or `options.dtype` if it is narrow, and of bias (V,) in float32. None:
-        not requested.
+        (V, H) in float32, or `options.dtype` if it is narrow, and of bias (V,) in float32. Results
+        that were not requested are None.
     Raises:
         IndexError: on the CPU, if a label is neither a class nor `ignore_index`; on CUDA the
             kernel that looks it up fails, as in torch.
@@ -119,7 +119,7 @@ def linear_softmax_loss(
 
 
 def _check_labels(label: Tensor, classes: int) -> None:
-    """Raise IndexError if a label is no class."""
+    """Raise IndexError if a label is not a class."""
     if label.is_cpu:
         wrong = label[(label < 0) | (label >= classes)]
         if len(wrong):

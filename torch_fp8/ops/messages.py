@@ -21,7 +21,7 @@ they get the same average bit for bit.
 * An Inf or NaN makes its group NaN in every sum, so all ranks see it.
 * Additions run in float32, in the order of the ranks.
 
-On CUDA these functions call `kernels.wire`, with the same bytes.
+On CUDA these functions call `kernels.messages`, with the same bytes.
 """
 
 from dataclasses import dataclass

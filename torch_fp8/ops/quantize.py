@@ -11,7 +11,7 @@ What a cast reads and writes, in bytes per element of a BF16 matrix, both layout
 |---|---|---|---|
 | tensorwise, scale or amax given | 4 | 1 | |
 | blocks | 4, and 4 / 128 for each layout's scales of 1x128 | 1 | a tile holds whole blocks |
-| tensorwise | 6 | 2 | its amax is a read of its own |
+| tensorwise | 6 | 2 | its amax takes a separate read |
 | rowwise | 8 | 3 | rows are read once; no tile holds whole columns, so they are read twice |
 
 With delayed scaling the scale is given, and the cast also raises the recorded amax to that of its
@@ -214,7 +214,7 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
 
     Args:
         x: (R, C), any strides.
-        options: the cast; an amax beside a scale is raised to that of x.
+        options: the cast; an amax given with a scale is raised to that of x.
     Returns:
         See `Layouts`. All are contiguous, except scales of block_1x128, which `new_group_scales`
         lays out.

@@ -99,7 +99,8 @@ def operator(
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, replayed, fake))
         in_graph = reference if fuses else launch
         traced = None if writes or opaque else _unflattened(in_graph, parameters)
-        call = define(schema, *of_flat, eager=replayed, traced=traced)
+        of_tuple = parameters[0] is not None
+        call = define(schema, *of_flat, eager=replayed, traced=traced, of_tuple=of_tuple)
         functools.update_wrapper(call, reference)
         call.reference = reference
         return cast("Operator[P, R]", call)
@@ -112,6 +113,7 @@ def define(
     *implementations: Callable[..., Any],
     eager: Callable[..., Any] | None = None,
     traced: Callable[..., Any] | None = None,
+    of_tuple: bool = False,
 ) -> Any:
     """Define ``torch.ops.torch_fp8.<name>`` and return the function that calls it.
 
@@ -123,6 +125,7 @@ def define(
             tuples of arguments.
         traced: a function that launches the kernels, whose nodes replace the operator in graphs for
             CUDA, or None if graphs keep the operator.
+        of_tuple: whether calls begin with a tuple that starts with the first tensor.
     """
     name, (cpu, cuda, fake) = schema.partition("(")[0], implementations
     _LIBRARY.define(schema)
@@ -135,7 +138,8 @@ def define(
         _decompose(f"torch_fp8::{name}", traced)
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched(_first(args)):
+        x = args[0][0] if of_tuple else args[0]
+        if torch.compiler.is_dynamo_compiling() or is_watched(x):
             return overload(*_flat(args))
         return shortcut(*args)
 
@@ -196,7 +200,7 @@ def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Cal
 def _schema(
     function: Callable[..., Any], results: int | None, writes: str
 ) -> tuple[list[Any], str]:
-    """Return the tuple class of each parameter (None: a single argument), and the flat schema."""
+    """Return each parameter's tuple class, or None for a single argument, and the flat schema."""
     hints = get_type_hints(function)
     result = hints.pop("return")
     parameters: list[Any] = []

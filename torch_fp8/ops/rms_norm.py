@@ -10,9 +10,9 @@ operator and the tensors that backward saves, and `rms_norm_quantize` reads x ag
 where the norm would write y. If the scales are known in advance, `rms_norm_quantize_once` does
 both.
 
-Every operator is plain torch on the CPU and a Triton kernel on CUDA. With
-the same rstd the two agree byte for byte; rstd itself may differ in its last bits, because sums run
-in another order. Nothing here is differentiable: the modules that use it call the backward.
+Every operator is plain torch on the CPU and a Triton kernel on CUDA. With the same rstd the two
+agree byte for byte; rstd itself may differ in its last bits, because sums run in another order.
+Nothing here is differentiable: the modules that use it call the backward.
 
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """

@@ -83,7 +83,7 @@ def scaled_matmul(
     bias = None if bias is None else cast(bias, out_dtype)
     if contracted is None:
         contracted = min(a.qdata.shape[1], b.qdata.shape[1])
-    if torch.compiler.is_compiling() or is_watched(a.qdata):
+    if torch.compiler.is_dynamo_compiling() or is_watched(a.qdata):
         if not emulate and is_traced() and _is_visible(a, b, out_dtype):
             return _visible(a, b, out_dtype, fast_accum, bias)
         return _operator(*a, *b, contracted, bias, out_dtype, fast_accum, emulate)
@@ -128,7 +128,8 @@ def _multiply(
         zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias
     if emulate or a.qdata.is_cpu:
-        a, b = _narrowed(a, contracted), _narrowed(b, contracted)
+        if not a.qdata.shape[1] == b.qdata.shape[1] == contracted:
+            a, b = _narrowed(a, contracted), _narrowed(b, contracted)
         return _emulated(a, b, out_dtype, fast_accum, bias)
     return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
 

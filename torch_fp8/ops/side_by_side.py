@@ -1,4 +1,4 @@
-"""Weights that one product multiplies by, as one payload: each is cast where it belongs."""
+"""The weights that one product multiplies by, cast into one payload, each at its place."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from torch_fp8.quantization.payload_shape import new_scale
 from torch_fp8.quantization.recipe import CastSpec
 
 MOST = 3
-"""Weights that the operator takes."""
+"""The maximum number of weights that the operator takes."""
 
 
 def _fake(

@@ -47,7 +47,7 @@ def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | 
 
     Args:
         gate, up: see `torch_fp8.ops.swiglu.swiglu`.
-        save: whether to save gate and up; False: compute only the amaxes.
+        save: whether to save gate and up; otherwise only the amaxes are computed.
     Returns:
         gate in E4M3 and its scale, the same of up, all None unless `save`; and the amaxes (C,)
         float32 of ``silu(gate) * up``. All come from one read.

@@ -7,9 +7,9 @@ the next weight's column by it. `smooth` is that factor; backward treats it as a
 Arithmetic is float32; h is rounded once to the dtype of gate, as in a gated MLP that returns it,
 and then cast, so the bytes equal those of the rounded h cast by ``torch_fp8::quantize_2d``.
 
-Every operator is plain torch on the CPU and a Triton kernel on CUDA. Both
-round the same values to the same bytes. exp differs in its last bits between a CPU's library and a
-GPU, so now and then h is the neighbouring BF16 value, and rarely its FP8 code differs, too.
+Every operator is plain torch on the CPU and a Triton kernel on CUDA. Both round the same values to
+the same bytes. exp differs in its last bits between a CPU's library and a GPU, so now and then h is
+the neighbouring BF16 value, and rarely its FP8 code differs, too.
 
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """
@@ -44,7 +44,7 @@ def swiglu_save(
 
     Args:
         gate, up, smooth: see `swiglu`.
-        save: whether to save gate and up; False: compute only the amax.
+        save: whether to save gate and up; otherwise only the amax is computed.
     Returns:
         gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all None
         unless `save`; amax () float32, NaN if any element of h is NaN.

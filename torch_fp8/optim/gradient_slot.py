@@ -162,8 +162,10 @@ def attach_slots(optimizer: Any) -> int:
     sharded = [p._local_tensor for _, _, p in indexed if isinstance(p, DTensor)]
     narrow = bool(weights) or any(isinstance(shard, SplitShard) for shard in sharded)
     for index, _, parameter in indexed:
-        quantize = bool(weights) and parameter in weights
         slot = slot_of(parameter)
+        if slot is None and not (weights or release or narrow):
+            continue
+        quantize = bool(weights) and parameter in weights
         averaged = slot is not None and slot.exchange is not None
         if not (quantize or release or averaged or (narrow and isinstance(parameter, DTensor))):
             if slot is not None:
@@ -205,8 +207,8 @@ def detach_slots(optimizer: Optimizer) -> None:
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
     """Return the slot of a parameter, if it has one."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return next((hook for hook in hooks.values() if isinstance(hook, GradientSlot)), None)
+    hooks = parameter._post_accumulate_grad_hooks
+    return next((h for h in hooks.values() if isinstance(h, GradientSlot)), None) if hooks else None
 
 
 def remove_slot(parameter: Tensor) -> None:

@@ -46,6 +46,7 @@ from torch_fp8.optim.state import (
 )
 from torch_fp8.optim.step import (
     Entry,
+    current_matrix,
     settle_weight,
     settled_gradient,
     step_large,
@@ -53,8 +54,6 @@ from torch_fp8.optim.step import (
 )
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.halves import VERSIONS
-from torch_fp8.tensor.quantized_state import Float8Moment
 from torch_fp8.tensor.split_weight import halves_of
 
 
@@ -80,30 +79,25 @@ class Float8Optimizer(ConvertedOptimizer):
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step the parameters of some `indexed_parameters` that have a gradient."""
         large, small = list[Entry](), list[Entry]()
-        grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
-        with_grads = [(i, g, p, grad) for i, g, p, grad in grads if grad is not None]
-        # Kernels write without torch's knowledge, and shards have their own version counters.
-        # Increment the versions so that a graph which saved the old value raises an error. Payloads
-        # of the new value are kept after this.
-        torch.autograd.graph.increment_version([p for _, _, p, _ in with_grads])
-        for index, group, parameter, grad in with_grads:
+        for index, group, parameter in indexed:
+            grad = stored_grad(parameter)
+            if grad is None:
+                continue
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             grad = settled_gradient(parameter, grad)
-            state: State = self.state[parameter]
-            halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
-            if halves is not None and halves.matrix is not None:
-                matrix = halves.matrix.current(halves, state, grad)
-                if matrix is not None:
-                    halves.version = next(VERSIONS)
-                    large.append(Entry(index, group, parameter, state, grad, halves, matrix))
-                    continue
-            state = self._state_of(parameter)
-            if halves is not None:
-                settle_weight(parameter, halves, self.fp8_config.seed, state, index)
-            entry = Entry(index, group, parameter, state, grad, halves)
-            is_8_bit = state["exp_avg_sq"].__class__ is Float8Moment or is_large(parameter)
-            (large if is_8_bit else small).append(entry)
+            state, halves = self.state[parameter], halves_of(parameter)
+            matrix = None if halves is None else current_matrix(index, halves, state, grad)
+            if matrix is None:
+                self._settle_state(parameter, state)
+                if halves is not None:
+                    settle_weight(parameter, halves, self.fp8_config.seed, state, index)
+            entry = Entry(index, group, parameter, state, grad, halves, matrix)
+            (large if matrix is not None or is_large(parameter) else small).append(entry)
+        # Kernels write without torch's knowledge, and shards have their own version counters.
+        # Increment the versions so that a graph which saved the old value raises an error. Payloads
+        # of the new value are kept after this.
+        torch.autograd.graph.increment_version([entry.parameter for entry in (*large, *small)])
         if large:
             one = torch.ones((), dtype=torch.float32, device="cpu")  # not one for each
             torch._foreach_add_([entry.state["step"] for entry in large], one, alpha=1)
@@ -111,23 +105,14 @@ class Float8Optimizer(ConvertedOptimizer):
         for group in self.param_groups:
             step_small(group, [entry for entry in small if entry.group is group])
 
-    def _state_of(self, parameter: Tensor) -> State:
-        """Return a parameter's state; create it at the first step, repair outside changes."""
-        state: State = self.state[parameter]
+    @staticmethod
+    def _settle_state(parameter: Tensor, state: State) -> None:
+        """Create a parameter's state at the first step, and repair outside changes."""
         if "step" not in state:
             state.update(new_state(parameter))
         if not state["step"].is_cpu:
             state["step"] = state["step"].cpu()
-        device = parameter.device
-        for name, value in state.items():
-            if name != "step" and value.device != device:
-                state[name] = value.to(device)
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        settled = first.__class__ is second.__class__ is Float8Moment  # fast path
-        settled = settled and parameter.dtype in (torch.float32, torch.bfloat16)
-        if not settled or not first.shape == second.shape == parameter.shape:
-            settle_moments(parameter, state)
-        return state
+        settle_moments(parameter, state)
 
     def set_config(self, config: FP8Config) -> None:
         """Set the configuration."""

@@ -76,7 +76,7 @@ def new_state(parameter: Tensor) -> State:
 
 
 def settle_moments(parameter: Tensor, state: State) -> None:
-    """Convert moments that were assigned or written outside to the form that the step needs.
+    """Bring moments that were assigned or moved outside to the form and device of the step.
 
     Args:
         parameter: the parameter.
@@ -85,24 +85,25 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
-    large, dtype = is_large(parameter), small_dtype(parameter)
+    large, like = is_large(parameter), local(parameter)
+    cls, dtype = (Float8Moment, torch.float32) if large else (Tensor, small_dtype(parameter))
     for name, format in MOMENT_FORMATS.items():
         value = state[name]
+        if value.device != like.device:
+            value = state[name] = value.to(like.device)
         shard = local(value)
-        is_plain = value.dtype == dtype and shard.__class__ is Tensor
-        settled = isinstance(shard, Float8Moment) if large else is_plain
-        if settled and shard.shape == local(parameter).shape:
+        if shard.__class__ is cls and shard.dtype == dtype and shard.shape == like.shape:
             continue
-        if value.shape not in (parameter.shape, local(parameter).shape):
+        if value.shape not in (parameter.shape, like.shape):
             raise ValueError(
                 f"optimizer.state[p][{name!r}] has shape {tuple(value.shape)}, but p has "
                 f"{tuple(parameter.shape)}; assign one of the same shape"
             )
         if large:
-            target = Float8Moment.zeros(local(parameter), format)
+            target = Float8Moment.zeros(like, format)
             target.store(shard)
         else:
-            target = plain(shard).to(local(parameter).device, dtype)
+            target = plain(shard).to(like.device, dtype)
         state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 

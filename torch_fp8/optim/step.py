@@ -1,6 +1,5 @@
 """The step of parameters: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
-import operator
 import weakref
 from typing import Any, NamedTuple
 
@@ -60,47 +59,40 @@ class KeptMatrix(NamedTuple):
     """The matrix of a split weight from one step to the next, which lives as long as its halves.
 
     Attributes:
-        parts: the halves' tensors and cast from which the matrix was made.
-        codes: weak references to the codes of the moments.
-        address: the address of the weight.
         matrix: the matrix, without gradient and moments.
+        codes: weak references to the codes of its moments.
     """
 
-    parts: tuple[Any, ...]
-    codes: tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]"]
-    address: int
     matrix: WeightMatrix
+    codes: tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]"]
 
     @staticmethod
-    def of(matrix: WeightMatrix, halves: Halves) -> "KeptMatrix":
+    def of(matrix: WeightMatrix) -> "KeptMatrix":
         codes = weakref.ref(matrix.exp_avg.qdata), weakref.ref(matrix.exp_avg_sq.qdata)
         none: Any = None
-        bare = matrix._replace(grad=none, exp_avg=none, exp_avg_sq=none, memo=[])
-        return KeptMatrix(_parts(halves), codes, halves.high.data_ptr(), bare)
-
-    def current(self, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
-        """Return the matrix with a gradient, or None if something else has changed."""
-        if halves.bits != RESIDUAL_BITS or "exp_avg" not in state or not state["step"].is_cpu:
-            return None
-        first: Any = getattr(local(state["exp_avg"]), "codes", _NO_CODES)
-        second: Any = getattr(local(state["exp_avg_sq"]), "codes", _NO_CODES)
-        same = first[0] is self.codes[0]() and second[0] is self.codes[1]()
-        same = same and all(map(operator.is_, _parts(halves), self.parts))
-        if not same or halves.high.data_ptr() != self.address:
-            return None
-        weight, residual, *_ = matrix = self.matrix
-        grads = gradient_matrix(local(grad), weight.shape)
-        codes = grads.qdata if isinstance(grads, GradientParts) else grads
-        if matrix.payload is not None and codes.data_ptr() % 16:
-            return None
-        return WeightMatrix(weight, residual, grads, first, second, *matrix[5:])
+        return KeptMatrix(matrix._replace(grad=none, exp_avg=none, exp_avg_sq=none, memo=[]), codes)
 
 
 _NO_CODES: Any = (object(),)
 
 
-def _parts(halves: Halves) -> tuple[Any, ...]:
-    return halves.high, halves.residual, halves.amax, halves.payload, halves.cast
+def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
+    """Return the last step's matrix with a gradient, or None if weight or moments have changed."""
+    kept: KeptMatrix | None = halves.matrix
+    if kept is None or halves.stepped != halves.version or "exp_avg" not in state:
+        return None
+    matrix, (first_codes, second_codes) = kept
+    first: Any = getattr(local(state["exp_avg"]), "codes", _NO_CODES)
+    second: Any = getattr(local(state["exp_avg_sq"]), "codes", _NO_CODES)
+    same = first[0] is first_codes() and second[0] is second_codes()
+    if not same or not state["step"].is_cpu:
+        return None
+    gradient = gradient_matrix(grad, matrix.weight.shape)
+    if matrix.payload is not None:
+        codes = gradient.qdata if isinstance(gradient, GradientParts) else gradient
+        if codes.data_ptr() % 16:
+            return None
+    return WeightMatrix(*matrix[:2], gradient, first, second, *matrix[5:-1], number)
 
 
 def step_large(entries: list[Entry], config: FP8Config) -> None:
@@ -114,38 +106,37 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
         config: the optimizer's configuration.
     """
     prepared, alone = [], []
-    of_groups: dict[tuple[int, float], tuple[StepScalars, int]] = {}
+    of_groups: dict[tuple[int, float], StepScalars] = {}
     for entry in entries:
-        index, group, parameter, state, _, halves, matrix = entry
-        weight = local(parameter) if halves is None else halves.high
-        in_place = matrix is not None or weight.is_contiguous()
-        if not in_place and len(entries) > 1:
-            alone.append(entry)
-            continue
+        _, group, parameter, state, _, halves, matrix = entry
+        write_back = None
         if matrix is None:
-            matrix = _matrix(entry, weight if in_place else weight.contiguous(), config)
+            weight = local(parameter) if halves is None else halves.high
+            if not weight.is_contiguous():
+                if len(entries) > 1:
+                    alone.append(entry)
+                    continue
+                write_back = weight
+            matrix = _matrix(entry, weight.contiguous(), config)
             if halves is not None and halves.payload is not None:
                 matrix = _with_payload(matrix, halves)
-            if halves is not None and in_place:
-                halves.matrix = KeptMatrix.of(matrix, halves)
-        step = float(state["step"])
-        if (id(group), step) not in of_groups:
-            stream = stream_state(config.seed, int(step))
-            of_groups[id(group), step] = _scalars(group, step), stream
-        shared, stream = of_groups[id(group), step]
-        scalars = StepScalars(*shared[:-1], stream_keys(index, after=stream))
-        write_back = None if in_place else weight
-        prepared.append((matrix, scalars, state, write_back, halves))
+            if halves is not None and write_back is None:
+                halves.matrix = KeptMatrix.of(matrix)
+        at = id(group), float(state["step"])
+        if at not in of_groups:
+            of_groups[at] = _scalars(group, at[1], config.seed)
+        prepared.append((matrix, of_groups[at], state, write_back, halves))
     amaxes = [matrix.amax for matrix, *_ in prepared if matrix.amax is not None]
     if amaxes:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
-    for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
-        _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
+    devices = [matrix.weight.device for matrix, *_ in prepared]
+    for device in dict.fromkeys(devices):
+        _step_on(device, [p for p, x in zip(prepared, devices, strict=True) if x == device], config)
     for matrix, _, _, write_back, halves in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
         if halves is not None:
-            halves.measured = halves.version
+            halves.version = halves.measured = halves.stepped = next(VERSIONS)
             if matrix.payload is not None:
                 halves.filled = halves.version
             if halves.cast is not None:
@@ -172,7 +163,7 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
     if device.type == "meta":
         return  # only the bytes of states and residuals are counted
     entries = [(matrix, scalars) for matrix, scalars, *_ in prepared]
-    multipliers: list[Tensor | None] = [None] * len(entries)
+    multipliers: list[Tensor | None] = []
     on_card = device.type == "cuda"
     if on_card:
         from torch_fp8.kernels.adamw import adamw_step, update_rms
@@ -181,10 +172,11 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
         of_all = update_rms(entries) if on_card else [update_rms_reference(*e) for e in entries]
         for i, rms in enumerate(of_all):
             prepared[i][2]["update_rms"] = rms
-            multipliers[i] = 1 / rms.clamp(min=1)
+            multipliers.append(1 / rms.clamp(min=1))
     if on_card:
         adamw_step(entries, multipliers)
         return
+    multipliers = multipliers or [None] * len(entries)
     for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
         adamw_step_reference(matrix, scalars, multiplier)
 
@@ -246,7 +238,6 @@ def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, in
     if halves.bits != RESIDUAL_BITS:
         keys = stream_keys(seed, -1 - int(state["step"]), index)
         halves.settle(keys, shard_origin(parameter))
-    halves.version = next(VERSIONS)
 
 
 def settled_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -255,14 +246,14 @@ def settled_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
     If ranks have different tokens, torch leaves the gradient of a replicated parameter (a norm
     under sequence parallelism) as partial sums.
     """
-    is_sharded = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
+    is_sharded = isinstance(grad, DTensor) and isinstance(parameter, DTensor)
     if is_sharded and grad.placements != parameter.placements:
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     return grad
 
 
 def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
-    _, _, parameter, state, grad, halves, _ = entry
+    number, _, parameter, state, grad, halves, _ = entry
     first: Any = local(state["exp_avg"])
     second: Any = local(state["exp_avg_sq"])
     shape = matrix_shape(weight.shape)
@@ -276,13 +267,14 @@ def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
     return WeightMatrix(
         weight=weight if weight.ndim == 2 else weight.view(shape),  # (R, K)
         residual=residual,
-        grad=gradient_matrix(local(grad), shape),
+        grad=gradient_matrix(grad, shape),
         exp_avg=first.codes,
         exp_avg_sq=second.codes,
         row=row,
         col=col,
         row_length=row_length,
         amax=None if halves is None else halves.amax,
+        number=number,
     )
 
 
@@ -296,6 +288,7 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
         An aligned, contiguous (R, K) bfloat16 or float32 tensor, or the parts of an 8-bit gradient.
     """
     if type(grad) is not Tensor:
+        grad = local(grad)
         if isinstance(grad, Float8Grad):
             return grad.codes
         grad = grad.stored if isinstance(grad, WideGrad) else grad
@@ -306,8 +299,8 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     return grad if grad.ndim == 2 else grad.view(shape)  # (R, K)
 
 
-def _scalars(group: dict[str, Any], step: float) -> StepScalars:
-    """Return the scalars of a group's parameters at this step, with keys still unset."""
+def _scalars(group: dict[str, Any], step: float, seed: int) -> StepScalars:
+    """Return the scalars of a group's parameters at this step."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     decoupled = bool(group["decoupled_weight_decay"])
@@ -321,5 +314,5 @@ def _scalars(group: dict[str, Any], step: float) -> StepScalars:
         decay=1 - lr * weight_decay if decoupled else 1.0,
         weight_decay=0.0 if decoupled else weight_decay,
         maximize=bool(group["maximize"]),
-        keys=(0, 0),
+        stream=stream_state(seed, int(step)),
     )

@@ -35,7 +35,7 @@ def check_arguments(
     Args:
         function: annotated function.
         arguments: values by name; ``locals()`` at the start of the function.
-        name: public name of the function; empty: its own.
+        name: public name of the function, or empty for its own.
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is not a device or not a floating-point dtype.
@@ -109,7 +109,7 @@ def _text(member: Any) -> str:
 
 
 def _hint(place: str, value: object) -> str:
-    """Return what else to call or pass; empty if the valid types say it."""
+    """Return what to call or pass instead; empty if the valid types are hint enough."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         return "; pass an instance of the class"
     if isinstance(value, Optimizer) and place.startswith(("convert_to", "conversion_report")):

@@ -51,7 +51,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
         x: (R, K) float32.
         format: format of the codes.
         random: (R, K) int32, whose low ``23 - format.mantissa_bits`` bits are added below the last
-            bit of the code before truncation. None: round to nearest, ties to the even code.
+            bit of the code before truncation, or None to round to nearest, ties to the even code.
     """
     rows, cols = x.shape
     groups = num_groups(cols)

@@ -54,8 +54,8 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
 
     Args:
         x: (R, K) float32.
-        threshold: (R, K) float32 in [0, 1); an element rounds up if its fraction plus its threshold
-            is at least 1. None: round to nearest.
+        threshold: (R, K) float32 in [0, 1), or None to round to nearest; an element rounds up if
+            its fraction plus its threshold is at least 1.
     """
     rows, cols = x.shape
     groups = -(-cols // GROUP)

@@ -21,8 +21,8 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Read options from JSON text, from the path of a JSON file, or from a recipe's name.
 
     Raises:
-        TypeError: `source` is no text and no path.
-        ValueError: `source` is none of these.
+        TypeError: `source` is neither text nor a path.
+        ValueError: the text is none of these, or the file cannot be read.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
@@ -158,7 +158,7 @@ and the value to suggest.
 """
 _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...] = (
     ("recipe", E4M3_ONLY, "grad_format", ("e5m2",), "it takes gradients in E4M3 only"),
-    ("recipe", _OTHERS, "graph_scales", ("last_step",), "it is for layers with tensorwise"),
+    ("recipe", _OTHERS, "graph_scales", ("last_step",), "only tensorwise layers use these scales"),
     ("opt_level", ("O1",), "cache_weights", (True,), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "frozen_weights", ("fp8",), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),

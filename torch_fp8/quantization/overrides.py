@@ -1,6 +1,6 @@
 """`Overrides`: options for some layers, by patterns on their qualified names.
 
-Pickles name the class by its place here.
+Don't move the class: pickles of configurations refer to it by this module's name.
 """
 
 from collections.abc import Collection, Mapping

@@ -34,7 +34,7 @@ COL_ALIGNMENT: dict[str, int] = {
     "block_128x128": 1,  # weights, whose rows are not tokens
     "block_1x32": GEMM_ALIGNMENT,
 }
-"""Number of which R' is a multiple, by granularity."""
+"""The multiple to which R is rounded up in R', by granularity."""
 E8M0_ROWS = 128
 """Rows of a tile of block_1x32's scales in the GEMMs' layout; see `gemm_operand`."""
 

@@ -69,7 +69,7 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
     Args:
         history: (..., H) float32, the most recent amax first; 0 where nothing was recorded yet. The
             sign bit of the first says that an outlier was left out.
-        amax: (...,) float32; 0: nothing was cast, and the history stays as it is.
+        amax: (...,) float32, or 0 if nothing was cast; the history then stays as it is.
         algorithm: see `past_amax`.
 
     A non-finite amax is not recorded, because one bad batch, which the loop may skip, would spoil
@@ -89,10 +89,10 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
 
 
 def shared_amaxes(inputs: Tensor, gradients: Tensor) -> Tensor:
-    """Return the amaxes (L,) of the inputs of L layers, of which some share inputs.
+    """Return the amaxes (L,) of the inputs of L layers, some of which share inputs.
 
-    Of the layers that read a norm's result, the first one has recorded its amax. The others have
-    recorded gradients alone, and get the amax of the last layer before them that has one.
+    The first of the layers that read a norm's result has recorded its amax. The others have
+    recorded only gradients, and get the amax of the last layer before them that has one.
 
     Args:
         inputs, gradients: recorded amaxes (L,) float32, in the order of the layers' conversion.
@@ -192,6 +192,13 @@ class TableScale(ScaleSource):
 
     def again(self) -> Tensor:
         return self.table.view(-1)[12 * self.row + 4 * self.operand]  # (L, 3, 4) -> (12 L,)
+
+
+def graph_source(scales: Any, row: int | None, operand: int, slot: Tensor | None) -> ScaleSource:
+    """Return the source of one operand from `torch_fp8.nn.scale_buffers.graph_buffers`."""
+    if scales is None or row is None:
+        return ScaleSource(None if scales is None else scales[operand, 0], slot)
+    return TableScale(scales, row, operand, slot)
 
 
 OF_TENSOR = ScaleSource()

@@ -31,7 +31,7 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
         weight: float32, any shape, contiguous.
         bits: k, number of residual bits: 16, 8 or 0.
         random: int32 of the weight's shape, whose low 16 - k bits are added below the last kept
-            bit, so that rounding is unbiased. None: round to nearest.
+            bit, so that rounding is unbiased, or None to round to nearest.
     Returns:
         bfloat16 and int32 residual, both of the weight's shape; None with k = 0. An Inf or NaN has
         the residual 0.

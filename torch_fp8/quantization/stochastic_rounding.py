@@ -33,7 +33,10 @@ def stream_keys(*counters: int, after: int = 0) -> tuple[int, int]:
 def stream_state(*counters: int, after: int = 0) -> int:
     """Return 64 bits that stand for counters, the first of several, in `stream_keys`."""
     for counter in counters:
-        after = _mix64((after + 0x9E3779B97F4A7C15 + counter) & _MASK64)
+        x = (after + 0x9E3779B97F4A7C15 + counter) & _MASK64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+        after = x ^ (x >> 31)
     return after
 
 
@@ -80,12 +83,6 @@ def element_index(
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Shift x right by `bits`, logically."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
-
-
-def _mix64(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 def _signed(x: int) -> int:

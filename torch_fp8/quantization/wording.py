@@ -1,7 +1,4 @@
-"""Counts, lists and tables as text for messages.
-
-Error messages for unknown and removed names, with what to write instead.
-"""
+"""Text for messages: counts, lists, tables, and what to write for an unknown or removed name."""
 
 import difflib
 import functools
@@ -93,7 +90,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def unknown_options(given: Iterable[str], known: Collection[str], taker: str) -> str:
-    """Return an error message for unknown or removed option names of `taker`; "": all are known."""
+    """Return an error message for unknown or removed option names of `taker`, or "" for none."""
     unknown = sorted(set(given) - set(known))
     if not unknown:
         return ""

@@ -24,8 +24,9 @@ def dgrad_operands(
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None, QuantizedTensor]:
     """Cast the gradient of a layer's output, and make the weight's payload that dgrad reads.
 
-    The weight depends on the gradient, so that no graph computes its payload in forward and keeps
-    it. A payload that the weight keeps is transposed in the launch that casts the gradient.
+    The weight's payload is made to depend on the gradient, so that no graph computes it in forward
+    and keeps it. A payload that the weight keeps is transposed in the launch that casts the
+    gradient.
 
     Args:
         quantizer, grad, columnwise, sum_dtype: cast of the gradient (..., N), see `Quantizer`.

@@ -75,7 +75,7 @@ class Encoded(Readable):
     """Base of tensors that are stored in another form; see the module docstring.
 
     Attributes:
-        handlers: functions for operators that the class implements itself, beside aliases. A
+        handlers: functions for operators, other than aliases, that the class implements itself. A
             handler takes the operator's arguments, with an object of the class first, and returns
             the result, or NotImplemented to run the operator on a decoded tensor.
         foreach_methods: names of ``torch._foreach_*`` operators, without prefix, that are called as
@@ -174,7 +174,7 @@ class EncodedView(Readable):
         self.base.finish_write(dense, func)
 
     def data_ptr(self) -> int:
-        """Return the address of this view in the base's decoded copy; 0: the base has no copy.
+        """Return the address of this view in the base's decoded copy, or 0 if there is no copy.
 
         Code that writes files compares addresses to find tensors that overlap.
         """

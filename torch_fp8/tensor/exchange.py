@@ -14,10 +14,8 @@ from torch_fp8.tensor.wide_grad import adapt_hooks
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
 """Attributes that belong to a `torch_fp8.tensor.split_weight.SplitWeight` itself."""
 
-
-def stored_grad(parameter: Tensor) -> Tensor | None:
-    """Return ``parameter.grad`` in the form in which it is stored."""
-    return torch.Tensor.grad.__get__(parameter)
+stored_grad: Callable[[Tensor], Tensor | None] = torch.Tensor.grad.__get__
+"""Function that returns ``parameter.grad`` in the form in which it is stored."""
 
 
 def exchange(parameter: Tensor, other: Tensor) -> None:

@@ -204,7 +204,7 @@ _WRITES, _SAMPLE = 4, 1024
 
 
 _ROUNDING = 0.01
-"""A bound below the relative change by rounding to E4M3, which is 0.026 of most weights."""
+"""A lower bound on the relative change by rounding to E4M3, which is 0.026 for most weights."""
 
 
 class Change(NamedTuple):
@@ -226,7 +226,7 @@ class Change(NamedTuple):
         return Change(self.names, *(x.flatten()[::step].clone() for x in self[1:]))
 
     def is_lost(self) -> Tensor:
-        """Return whether rounding has changed the weight by more than half as much, ()."""
+        """Return whether rounding has lost more than half of the change, in squares, as ()."""
         return self.error.square().sum() > 0.5 * self.wanted.square().sum()
 
 
@@ -237,7 +237,7 @@ def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
         payload: payload to write to.
         values: (R, C) float32, new values.
         func: operator that computed `values` from the weight. A copy is checked if it differs from
-            the weight by less than FP8's rounding does, as an average that moves in small steps.
+            the weight by less than FP8's rounding, as a moving average does.
     """
     if values.is_meta:
         payload.write(values)

@@ -48,16 +48,16 @@ class PayloadCast(NamedTuple):
     def of(spec: CastSpec, transposed: bool) -> "PayloadCast":
         """Return the cast for a layer whose weight is stored as (N, K), or `transposed` as (K, N).
 
-        Squares are cast as they are stored, for both layouts have the same scales. Other payloads
-        serve forward alone, which reads (N, K), quantized along K.
+        Square blocks are cast as they are stored, because both layouts have the same scales. Other
+        payloads serve only forward, which reads (N, K), quantized along K.
         """
         return PayloadCast(spec, transposed and spec.granularity not in SQUARE)
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the scale comes from the weight's amax, which takes a read of its own.
+        """Whether the scale comes from the weight's amax, which takes a separate read.
 
-        With delayed scaling, too: the optimizer knows the amax of the weight that it writes.
+        It does with delayed scaling, too: the optimizer knows the amax of the weight it writes.
         """
         return self.spec.granularity == "tensorwise"
 
@@ -111,6 +111,8 @@ class Halves:
         cast, payload: a cast of `high`, and its result when `filled` was the version, which the
             optimizer's step renews in place, or None if it is not kept. Read it by
             `current_payload`.
+        matrix: kernel arguments of an optimizer's step that made `stepped`, while that is the
+            version and these tensors are the same, or None.
     """
 
     def __init__(
@@ -124,9 +126,9 @@ class Halves:
     ) -> None:
         self.high, self.residual, self.bits, self.amax = high, residual, bits, amax
         self.cast, self.payload = cast, payload
-        self.version = self.measured = self.filled = next(VERSIONS)
+        self.version = self.measured = self.filled = self.stepped = next(VERSIONS)
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
-        self.matrix: Any = None  # of the optimizer's last step
+        self.matrix: Any = None
 
     @staticmethod
     @torch.no_grad()
@@ -142,7 +144,7 @@ class Halves:
         """Keep the amax from step to step, for casts with one scale."""
         with torch.inference_mode(False):
             self.amax = torch.zeros((), dtype=torch.float32, device=self.high.device)
-        self.measured = 0
+        self.measured = self.stepped = 0
 
     def current_amax(self) -> Tensor | None:
         """Return the amax, always in the memory that graphs read, or None if it is not kept."""
@@ -158,25 +160,25 @@ class Halves:
         return self.measured == self.version and not in_shared_memory(self.high)
 
     def keep_payload(self, cast: PayloadCast | None) -> None:
-        """Keep the result of a cast from step to step, or None to keep nothing."""
+        """Keep the result of a cast from step to step, or nothing if `cast` is None."""
         if cast != self.cast:
             with torch.inference_mode(False):
                 self.payload = None if cast is None else cast.empty(self.high)
-            self.cast, self.filled = cast, 0
+            self.cast, self.filled, self.stepped = cast, 0, 0
 
     def current_payload(self, cast: PayloadCast | None) -> QuantizedTensor | None:
         """Return the payload, always in the same memory, which graphs read.
 
         Args:
-            cast: what the caller needs.
+            cast: cast that the caller needs.
         Returns:
-            The payload, or None if it is not kept, or that of another cast is.
+            The payload, or None unless the result of this cast is kept.
         """
         if self.payload is None or cast != self.cast:
             return None
         if not self.is_filled:
             assert cast is not None
-            # Not through the tensors: a backward may have saved them, and reads both or neither.
+            # `.data` keeps the version: a backward may have saved both tensors, and they match.
             for old, new in zip(self.payload[:2], cast(self)[:2], strict=True):
                 old.data.copy_(new)
             self.filled = self.version
@@ -261,7 +263,7 @@ class Halves:
 
     @staticmethod
     def unflattened(inner: dict[str, Tensor], context: Any) -> "Halves":
-        """Return halves of the tensors and the constant of `flattened`."""
+        """Return the halves that `flattened` took apart."""
         (bits, cast), payload = context, None
         if cast is not None:
             parts = inner["fp8_payload"], inner["fp8_scale"]
@@ -271,7 +273,7 @@ class Halves:
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors that follow from `high`: its amax, its payload and the payload's scale."""
+        """The tensors derived from `high`: its amax, its payload and the payload's scale."""
         return [x for x in (self.amax, *(self.payload or ())[:2]) if x is not None]
 
     @property

@@ -10,7 +10,7 @@ It cannot be out of date in two cases:
   weight. The Parameters that a layer has on entry stay valid until the scope ends.
 
 Outside such a scope, other weights are not cached, because any code may write to a plain Parameter
-unnoticed. Nothing is cached of a weight in memory that processes share, because another process may
+unnoticed. A weight in memory that processes share is never cached, because another process may
 write to it at any time. Weights that FSDP2 gathers have their own payload.
 
 A CUDA graph reads the same memory in each replay. Outside a scope it casts the weight itself.
@@ -73,7 +73,7 @@ class PayloadCache:
         self.scope, self._scoped_weight = next(VERSIONS), weight
 
     def end_scope(self, keep_graphs: bool) -> None:
-        """End the scope; `keep_graphs`: whether CUDA graphs captured inside will be replayed."""
+        """End the scope; `keep_graphs` if CUDA graphs captured inside will be replayed."""
         self.forget()
         self.scope = self._scoped_weight = None
         if not keep_graphs:

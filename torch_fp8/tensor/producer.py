@@ -26,8 +26,8 @@ class Producer:
     It must not refer to its `LazySource`: the cycle would keep both until garbage collection.
 
     Attributes:
-        channel_amax: function that returns the largest magnitude of each channel, (C,) float32;
-            None: compute it from the plain tensor.
+        channel_amax: function that returns the largest magnitude of each channel, (C,) float32, or
+            None to compute it from the plain tensor.
         smoothed: function that casts the channels times factors (C,) float32, or None to cast the
             plain tensor.
     """
@@ -92,7 +92,7 @@ class LazySource:
         largest: largest magnitude, or None.
         raised: slots that were raised to the amax.
         reads: in a graph, reads of the result by groups (`torch_fp8.nn.input_group`), by group.
-        half: result (R, 2 C) whose columns begin (0) or end (1) with this one, and which; or None.
+        half: result (R, 2 C) that contains this one, and the index of this half; or None.
     """
 
     written_by: str | None = None
@@ -164,7 +164,7 @@ class LazySource:
 
         Args:
             quantizer: quantizer of the reader. The first reader's tensorwise scale is used for all.
-                With ``graph_scales="last_step"`` its slot alone is raised, see `shared_amaxes`.
+                With ``graph_scales="last_step"`` only its slot is raised, see `shared_amaxes`.
             rowwise, columnwise: whether to return (R, C), and the transpose (C, R).
         """
         if self.written_by is not None:
@@ -250,7 +250,10 @@ class LazySource:
 
 
 def _versions(sources: tuple[Tensor, ...]) -> list[int]:
-    return [0 if source.is_inference() else source._version for source in sources]
+    try:
+        return [source._version for source in sources]
+    except RuntimeError:  # tensors of inference mode have no version
+        return [0 if source.is_inference() else source._version for source in sources]
 
 
 def modifies(func: str, name: str) -> str:

@@ -67,8 +67,9 @@ class Quantizer(NamedTuple):
         Returns:
             ``(rowwise, columnwise, sums)``, each None if not requested.
         """
-        source = source_of(x)
-        if source is not None or isinstance(x, QuantizableTensor):
+        makes_payloads = isinstance(x, QuantizableTensor)
+        source = None if makes_payloads else source_of(x)
+        if source is not None or makes_payloads:
             sums, layouts = None, {"rowwise": rowwise, "columnwise": columnwise}
             if sum_dtype is not None:
                 sums = cast(matrix(x).sum(0, dtype=torch.float32), sum_dtype)
@@ -157,7 +158,11 @@ class WeightQuantizer(NamedTuple):
             if halves.amax is not None and cast.needs_amax:
                 return cast(halves)
             weight = halves.high
-        row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
+        layouts = {"rowwise": not flip, "columnwise": flip}
+        if isinstance(weight, QuantizableTensor):
+            row, col = type(weight).quantize(weight, self.quantizer, **layouts)
+        else:
+            row, col = quantize_layouts(weight, self.quantizer.options(weight, **layouts))
         layout: Any = col if flip else row  # (N, K), whichever way the weight is stored
         return layout
 
@@ -177,7 +182,7 @@ class WeightQuantizer(NamedTuple):
         return cache.evaluation_row(version, lambda: self.for_fprop(weight), weight.device)
 
     def kept_payload(self, weight: Tensor) -> QuantizedTensor | None:
-        """Return the kept payload of which backward reads the bytes, as `weight` is stored."""
+        """Return the kept payload, in the stored layout, whose bytes backward reads; or None."""
         if not isinstance(weight, SplitWeight) or weight.halves.cast is None:
             return None
         halves, cast = weight.halves, PayloadCast.of(self.quantizer.spec, self.transposed)
@@ -231,7 +236,7 @@ class Quantizers(NamedTuple):
         input, grad_output: quantizers of the activations.
         weight: quantizer of the weight.
         channels: object that stores the maxima of the input's channels, or None.
-        observer: monitor that sees each operand of a GEMM beside its source
+        observer: monitor that sees each operand of a GEMM, together with its source
             (`torch_fp8.monitor.layer_observer.LayerObserver`), or None without a monitor.
     """
 
@@ -241,22 +246,17 @@ class Quantizers(NamedTuple):
     channels: ChannelMaxima | None = None
     observer: Any = None
 
-    def in_graph(self, ready: bool, training: bool, buffers: tuple[Any, ...]) -> "Quantizers":
+    def in_graph(self, training: bool, buffers: tuple[Any, ...]) -> "Quantizers":
         """Return these quantizers with the scales and slots of a graph's buffers.
 
         Args:
-            ready: whether the scales are known.
             training: whether amaxes of input and weight are recorded.
             buffers: see `torch_fp8.nn.scale_buffers.graph_buffers`.
         """
         row, scales, *slots = buffers  # (3, 4), or (L, 3, 4); () of input, weight and gradient
-        recorded = slots if training else (None, None, slots[2])
-        of_input, of_weight, of_gradient = (
-            ScaleSource(scales[i, 0] if ready else None, slot)
-            if row is None
-            else scaling.TableScale(scales, row, i, slot)
-            for i, slot in enumerate(recorded)
-        )
+        slots = slots if training else [None, None, slots[2]]
+        sources = [scaling.graph_source(scales, row, i, slot) for i, slot in enumerate(slots)]
+        of_input, of_weight, of_gradient = sources
         weight = self.weight.quantizer
         if weight.spec.delayed:
             weight = weight._replace(source=of_weight)

@@ -3,8 +3,8 @@
 torch refuses to swap the implementations of two tensors (`swappable`) if C++ code has weak
 references to one. torch.profiler keeps one for each tensor that it has recorded with
 ``record_shapes`` or ``with_stack``, until the profiler is freed. ``torch.utils.swap_tensors``
-changes both classes before it is refused, which leaves a tensor that nothing can read. Ask here
-before anything is changed.
+changes both classes before it is refused, which leaves a tensor that nothing can read. So call
+`swappable` before you change anything.
 """
 
 from typing import Any
@@ -108,7 +108,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def swappable(tensor: Tensor) -> bool:
-    """Return whether torch swaps a tensor's implementation, by swapping it there and back."""
+    """Return whether torch can swap a tensor's implementation, by swapping it back and forth."""
     other = torch.empty(0, dtype=torch.float32, device="cpu")
     try:
         torch._C._swap_tensor_impl(tensor, other)
@@ -130,7 +130,7 @@ def refuse_swap(tensor: Tensor) -> None:
 
 
 def refuse_to_leave(x: Readable) -> None:
-    """Raise RuntimeError if AOTAutograd flattens x, as it does with what leaves its graph."""
+    """Raise RuntimeError if AOTAutograd flattens x, as it does if x leaves its graph."""
     if type(x.stored_part()) is FunctionalTensor:
         raise RuntimeError(
             "a view of a tensor that is stored in another form leaves a torch.compile graph, "
@@ -200,7 +200,7 @@ def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]], wide: bool =
 
 
 def _widened(x: Any, written: list[tuple[Any, Tensor]]) -> Any:
-    """Cast what an operator reads as what it writes was decoded: ``lerp_`` takes no other dtype."""
+    """Cast what an operator reads to the dtype of what it writes: ``lerp_`` takes no other."""
     if isinstance(x, (list, tuple)):
         return [_widened(y, written) for y in x]
     if not isinstance(x, Tensor) or any(x is value for _, value in written):

@@ -37,7 +37,7 @@ _aten: Any = torch.ops.aten
 
 
 class SplitTensor(Encoded):
-    """A float32 tensor over `Halves`, but no Parameter: a weight that moves to a device."""
+    """A float32 tensor over `Halves`, but not a Parameter: a weight on its way to a device."""
 
     halves: Halves
 

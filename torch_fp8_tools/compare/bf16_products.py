@@ -31,10 +31,10 @@ def choose(choice: str | None = None) -> str:
     """Choose where this process computes BF16 products, and print the choice in one line.
 
     Args:
-        choice: "bf16" for torch's own products, or "float32". None: whatever is faster on this CPU,
-            which a short measurement shows; "bf16" if there is a GPU.
+        choice: "bf16" for torch's own products, or "float32", or None for the faster of the two on
+            this CPU, by a short measurement, and "bf16" if there is a GPU.
     Returns:
-        the choice.
+        The choice.
     """
     reason = "as requested"
     if choice is None and torch.cuda.is_available():

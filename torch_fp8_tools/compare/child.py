@@ -51,7 +51,7 @@ EXTENSIONS = {
         ("torch_fp8_tools.compare.host_precision:extend_evaluation_loop",),
     ),
 }
-"""The functions that extend each module of a host, beside those of `_fp8_autoload`."""
+"""The functions that extend each module of a host, in addition to those of `_fp8_autoload`."""
 _installed: list[Any] = []
 
 
@@ -95,7 +95,7 @@ def recorder() -> Any:
 
 
 def say(message: str) -> None:
-    """Write a line to the log of the trial, which everything overridden leaves there."""
+    """Write a line to the log of the trial; everything that is overridden leaves one there."""
     print(f"torch-fp8 compare: {message}", file=sys.stderr, flush=True)
 
 
@@ -145,7 +145,7 @@ def _keep_exception(path: Path) -> None:
 
 
 def _seed(number: int) -> None:
-    """Seed the generators as a program that does not would not; shift the seeds of one that does.
+    """Seed the generators for a program that doesn't, and shift the seeds of one that does.
 
     The trials of one number begin with the same weights and read the data in the same order. With
     number 0 a program's own seeds stay as they are.

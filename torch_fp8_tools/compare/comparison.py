@@ -110,7 +110,7 @@ def _begin(folder: Path, command: Sequence[str]) -> None:
 
     Raises:
         FileNotFoundError: the command does not exist.
-        ValueError: the folder exists and is no folder of comparisons.
+        ValueError: the folder exists and is not one of a comparison.
     """
     beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     if shutil.which(command[0], path=beside) is None:

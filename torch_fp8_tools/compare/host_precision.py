@@ -40,7 +40,7 @@ def _init_lightning(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 def _lightning_precision(said: str) -> str:
-    """Return the precision for one that the program says; any BF16 stays as it is in BF16."""
+    """Return the precision that replaces the program's; in a BF16 trial, any BF16 stays."""
     if not recorder().trial.is_bf16:
         return "fp8-mixed"
     return said if said.startswith("bf16") else "bf16-mixed"

@@ -223,8 +223,8 @@ def _grouped(notes: Sequence[tuple[str, str]]) -> list[str]:
 
 
 FASTER, LESS_MEMORY, WORSE = 1.03, 0.95, 0.005
-"""A variant counts as faster from this speedup on, as smaller up to this share of the memory, and
-as worse if its loss is certainly higher by more than this share."""
+"""A variant counts as faster with at least this speedup, as smaller with at most this share of
+BF16's memory, and as worse if its loss is certainly higher by more than this share."""
 _LARGEST = 0.3
 
 

@@ -2,7 +2,7 @@
 
 The time between two marks (a DataLoader's next batch, backward, an optimizer's step) belongs to
 one part of a step. On a card the kernels' time is counted with the part that launched them, and the
-rest, in which the card has nothing to do, is that of waiting for the host.
+rest, in which the card has nothing to do, as waiting for the host.
 """
 
 import gc

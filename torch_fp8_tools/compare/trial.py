@@ -1,4 +1,4 @@
-"""`Trial`: one run of the user's program, as the file that ``TORCH_FP8_COMPARE`` names says it.
+"""`Trial`: one run of the user's program, described in the file that ``TORCH_FP8_COMPARE`` names.
 
 The command writes the file, and each process of the program reads it. Standard library only,
 because a child reads it at the end of ``import torch``.

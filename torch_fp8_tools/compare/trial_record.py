@@ -1,6 +1,6 @@
 """`TrialRecord`: what the ranks of a trial have measured, read from their files.
 
-Losses of two variants, compared step by step: the difference, its error, time to equal loss.
+`difference` and `steps_to_equal_loss` compare the losses of two variants step by step.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ _BLOCKS = 6
 
 
 class Difference(NamedTuple):
-    """The relative difference of losses: mean, standard error (None: unknown), number of steps."""
+    """The relative difference of losses: mean, standard error (or None), number of steps."""
 
     mean: float
     error: float | None

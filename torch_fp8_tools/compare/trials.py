@@ -92,7 +92,7 @@ def _earlier(trial: Trial) -> dict[str, Any] | None:
 def _environment(trial: Trial, path: Path) -> dict[str, str]:
     environment = {**os.environ, VARIABLE: str(path)}
     environment.setdefault("PYTHONHASHSEED", "0")
-    # The programs beside this Python: a virtual environment need not be active.
+    # Find the programs next to this Python, because its virtual environment need not be active.
     folders = [str(Path(sys.executable).parent), environment.get("PATH", "")]
     environment["PATH"] = os.pathsep.join(filter(None, folders))
     config = environment.pop("TORCH_FP8_CONFIG", "")

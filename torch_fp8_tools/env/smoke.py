@@ -53,7 +53,7 @@ FEATURES, LARGE = (256, 384), (4096, 4096)
 TOKENS, FEW_TOKENS = (256, 99), (16, 1)
 """Numbers of tokens: a multiple of 16, one that needs padding, and few, as in inference."""
 SHAPE = (129, 272)
-"""Rows and columns of the kernels' inputs, no multiples of a tile."""
+"""Rows and columns of the kernels' inputs, which are not multiples of a tile."""
 NEIGHBOURS = 0.01
 """The share of 16-bit results that may be next to the reference's, as sums run in another order."""
 

@@ -81,7 +81,7 @@ class FollowedStep(MemoryTracker):
         parts: what precedes the layers, the forward of each layer, the last one with the loss, and
             the backward of each layer, the last layer's first; then the rest. The rest includes the
             first layer's backward if its input needs no gradient.
-        moments: what was live, and saved for backward of that, since the part began.
+        moments: the live bytes, and those of them saved for backward, since the part began.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
         calls: the number of operators.
 
@@ -231,7 +231,11 @@ class FollowedStep(MemoryTracker):
         return {key: (self._born[key], size) for key, (_, size) in self._known.items()}
 
     def release(self, before: dict[int, tuple[int, int]]) -> None:
-        """Tell the parts what the end of autocast has freed of the storages that lived before."""
+        """Record in each part the bytes that the end of autocast has freed.
+
+        Args:
+            before: the result of `living` before that.
+        """
         for part, size in (before[key] for key in before.keys() - self._known.keys()):
             self.parts[part].cast += size
         self._start()

@@ -25,7 +25,7 @@ _blank: dict[str, None] = {}
 
 
 def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator; of equal calls on fake tensors only the first runs it."""
+    """Call an operator; only the first of equal calls on fake tensors runs it."""
     first = args[0] if args else None
     if not isinstance(first, FakeTensor) or first.constant is not None:
         return func(*args, **kwargs)

@@ -4,8 +4,8 @@ Layers are of one kind if they have the same modules, parameters and settings. W
 the memory of a step depends on its kind, on whether it is the first of its kind, whose backward
 frees what all share (a mask), on whether it is the first or the last of all, and under FSDP2 on the
 parameters of both neighbours: backward gathers weights one layer ahead, and frees what a layer
-scatters one layer later. So a model with fewer layers shows the bytes of all, if each layer
-of the full model has one in it with the same kind and the same neighbours.
+scatters one layer later. So a model with fewer layers shows the bytes of all layers, if it has a
+layer with the same kind and the same neighbours for each of them.
 """
 
 import copy
@@ -79,7 +79,7 @@ class Layers:
     def shortest(
         self, layers: Sequence[int], *, sharded: bool, firsts: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the layers whose step shows that of all, and the place among them of each's twin.
+        """Return the layers whose step shows that of all, and the index of each layer's twin there.
 
         Args:
             layers: the layers of the model, or of its pipeline stage.

@@ -145,7 +145,7 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers: the largest list, if possible of as many modules as layers."""
+    """Return the repeated layers: the largest list, if possible one with a module per layer."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     number = text_of(model.config).num_hidden_layers
     lists = [blocks for blocks in lists if len(blocks) == number] or lists

@@ -32,7 +32,7 @@ class MemoryTracker(TorchDispatchMode):
         current: the live bytes by category.
         peak: the bytes by category when their sum was largest.
         resizable: groups of storages that are resized together, which no operator shows. The first
-            of a group tells (`see_resized`).
+            of a group shows its size (`see_resized`).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -70,7 +70,7 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def created(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Count the results of an operator, and the memory it needed besides."""
+        """Count the results of an operator, and the memory that it needed in addition."""
         map_tensors(out, self._created)
         if func is _LOSS:
             needed = workspace_of(*args)
@@ -112,7 +112,7 @@ class MemoryTracker(TorchDispatchMode):
             self.peak = dict(self.current)
 
     def _falls(self) -> None:
-        """Be told that bytes are about to be freed."""
+        """Take notice that bytes are about to be freed; a subclass looks at the peak."""
 
     @property
     def total(self) -> int:
@@ -125,7 +125,7 @@ class MemoryTracker(TorchDispatchMode):
         return sum(self.peak.values())
 
     def see_resized(self) -> None:
-        """Count the storages anew that may have been resized."""
+        """Count again the storages that may have been resized."""
         known = self._known
         for group in self.resizable:
             storage = group[0]

@@ -30,7 +30,7 @@ def make_model(setup: Setup, level: str, layers: Sequence[int]) -> nn.Module:
     Args:
         setup: the planned run.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
-        layers: those of its layers that it has.
+        layers: the layers to keep.
     """
     model: Any = setup.layers.model(layers)
     split_for_tensor_parallel(model, setup.config, setup.tensor)

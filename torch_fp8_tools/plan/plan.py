@@ -29,7 +29,7 @@ measured.
 
 
 def left_of(memory: float, peak: float) -> float:
-    """Return the bytes that a run with this counted peak leaves; negative: it does not fit."""
+    """Return the bytes that a run with this counted peak leaves, negative if it does not fit."""
     return USABLE * memory - (1 + FRAGMENTS) * peak - CONTEXT
 
 
@@ -122,8 +122,8 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
             * ``micro_batch``: sequences in one forward of a GPU. Default: 1.
             * ``accumulate``: micro-batches in an optimizer step. Default: 1.
             * ``data``, ``fsdp``, ``tensor``, ``pipeline``: the degrees of replication, FSDP2
-              sharding, tensor and pipeline parallelism; their product is ``gpus``. ``fsdp=None``:
-              what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
+              sharding, tensor and pipeline parallelism; their product is ``gpus``. By default
+              ``fsdp`` is what the others leave, and ``data`` what a given ``fsdp`` leaves, else 1.
             * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
               needs a GPU to measure.
             * ``checkpointing``: whether layers use activation checkpointing. Default: False.
@@ -195,7 +195,7 @@ def _plan_level(
     parts = {name: getattr(report(level), name) for name in CATEGORIES}
     # A first pipeline stage holds the activations of the other micro-batches.
     forward = step.forward + (min(setup.pipeline, setup.accumulate) - 1) * step.saved
-    # With BF16 instead of 8-bit gradients, as steps are counted.
+    # Gradients count in BF16, not in 8 bits, because steps are counted so.
     plain = report(same)
     without_gradients = plain.total - plain.gradients
     backward = step.backward + sum(parts.values()) - without_gradients - plain.gradients

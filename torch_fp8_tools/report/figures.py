@@ -24,8 +24,8 @@ class Topic(NamedTuple):
 
     Attributes:
         title: words above it.
-        statistic, kinds: the statistic and the kinds of tensors; of several kinds of a layer the
-            worst is drawn.
+        statistic, kinds: the statistic and the kinds of tensors; if a layer has several, the worst
+            is drawn.
         small_is_bad: whether small values are the bad ones.
         unit: the unit after numbers; shares are shown in percent.
         scale: the lowest and highest value of the colour scale, logarithmic if it begins above 0.

@@ -1,7 +1,7 @@
 """transformers' and TRL's trainers, as their documentation shows them, one after the other.
 
-Usage: trainers.py MODEL_FOLDER. After each trainer a line says how many scaled matmuls it ran, and
-another what it trained; the meter is the tests' sitecustomize.
+Usage: trainers.py MODEL_FOLDER [TRAINER ...]. After each trainer a line says how many scaled
+matmuls it ran, and another what it trained; the meter is the tests' sitecustomize.
 """
 
 import sys
@@ -29,7 +29,7 @@ from trl import (
     SFTTrainer,
 )
 
-folder = sys.argv[1]
+folder, *chosen = sys.argv[1:]
 output = tempfile.mkdtemp()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 text = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 2
@@ -90,6 +90,8 @@ def reward_model():
 
 
 for make in (trainer, sft, lora, dpo, grpo, reward_model):
+    if chosen and make.__name__ not in chosen:
+        continue
     start = sitecustomize._counts["scaled_mm"]
     built = make()
     built.train()

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 
+from tests.models import SIZES
 from tests.saved_activations import count_saved
 from tests.steps import renew_scales
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, selective_checkpoint_contexts
@@ -25,6 +26,13 @@ pytestmark = pytest.mark.long
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "phi3": (Phi3Config, Phi3DecoderLayer)}
+each_recipe = pytest.mark.parametrize(
+    "recipe",
+    [
+        *("tensorwise", "delayed", "blockwise"),
+        *(pytest.param(r, marks=pytest.mark.combination) for r in ("rowwise", "mxfp8")),
+    ],
+)
 TOKENS = 256
 GEMMS = ("scaled_mm", "mm")
 
@@ -33,13 +41,8 @@ class Block(nn.Module):
     def __init__(self, family="llama", **options):
         super().__init__()
         config_class, layer_class = LAYERS[family]
-        config = config_class(
-            hidden_size=128,
-            intermediate_size=384,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            pad_token_id=0,
-        )
+        sizes = SIZES | {"hidden_size": 128, "intermediate_size": 384, "pad_token_id": 0}
+        config = config_class(**sizes)
         config._attn_implementation = "sdpa"
         torch.manual_seed(0)
         self.layer = layer_class(config, 0).bfloat16()
@@ -178,7 +181,7 @@ def test_a_compiled_block_is_scaled_by_steps_as_an_eager_one():
         assert all(m.fp8.scales_known for m in twin.modules() if isinstance(m, Float8Linear))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_a_compiled_block_keeps_for_backward_what_an_eager_one_keeps(recipe):
     block = Block(recipe=recipe)
     there = [*block.parameters(), *block.angles]
@@ -194,7 +197,7 @@ def test_a_compiled_block_keeps_for_backward_what_an_eager_one_keeps(recipe):
     assert total == pytest.approx(saved.total, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_a_selective_checkpoint_repeats_three_gemms(recipe):
     forward, backward = _checkpointed(recipe, context_fn=selective_checkpoint_contexts)
     products = 8 if recipe == "tensorwise" else 14  # blocks do not divide k and v
@@ -319,7 +322,7 @@ def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts)
     "options",
     [
         {"recipe": "tensorwise"},
-        {"recipe": "blockwise"},
+        pytest.param({"recipe": "blockwise"}, marks=pytest.mark.combination),
         {"recipe": "delayed", "save_activations": "bf16"},
     ],
     ids=lambda options: options["recipe"],
@@ -328,7 +331,6 @@ def test_lengths_that_change(options):
     layer = Block(**options).layer
     block = nn.Sequential(layer.post_attention_layernorm, layer.mlp)
     twin = copy.deepcopy(block)
-    torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=Partitioned().backend)
     for tokens in (24, 40):
         x = torch.randn(2, tokens, 128).bfloat16()
@@ -346,7 +348,6 @@ def test_two_norms_of_one_epsilon_with_symbolic_shapes():
     """There a float that a module holds is an input of the graph."""
     block = Block()
     twin = copy.deepcopy(block)
-    torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=Partitioned().backend)
     x = torch.randn(2, TOKENS // 2, 128).bfloat16()
     _assert_equal([block(x)], [compiled(x)])
@@ -367,7 +368,6 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph(family):
     model = nn.ModuleList(layers)
     convert_to_float8(model)
     assert [layer.mlp.fp8.name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
-    torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     angles = Block(family).angles
     x = torch.randn(2, TOKENS // 2, 128).bfloat16().requires_grad_()

@@ -367,11 +367,6 @@ def test_only_layers_that_one_norm_feeds_are_timed_together(timed, build, expect
     assert len(clock.runs) == 2 * before
 
 
-BF16, FP8, SMALL_FP8, BANDWIDTH = 807e12, 1467e12, 580e12, 4.4e12
-"""FLOP/s of products on an H200 (block_kernels.csv), where FP8 has 580 TFLOP/s in the backward of k
-and v, which have 1,024 output features; bytes per second of casts."""
-
-
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_on_a_card_it_chooses_for_a_llama():

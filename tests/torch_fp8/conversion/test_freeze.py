@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import torch_fp8
-from tests.internals import Float8FrozenWeight, LinearFunction
+from tests.internals import Float8FrozenWeight, LinearFunction, convert_producers
 from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report, thaw
 
@@ -44,6 +44,22 @@ def test_a_frozen_model_takes_a_byte_and_runs_block_scales(recipe):
     assert counted.weights == others + 2 * 128 * 208
     assert counted.scales == 4 * (2 + 2)
     assert (model(IDS) - stock(IDS)).norm() / stock(IDS).norm() < 0.08
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_norms_and_mlps_are_connected_once(monkeypatch, is_converted):
+    model, connected = Net(), []
+    if is_converted:
+        convert_to_float8(model)
+
+    def connect(model, config):
+        connected.append(model)
+        return convert_producers(model, config)
+
+    for module in ("convert", "frozen_layers"):
+        monkeypatch.setattr(f"torch_fp8.conversion.{module}.convert_producers", connect)
+    assert freeze(model).frozen == ("up", "down")
+    assert connected == [model]
 
 
 def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(monkeypatch):

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from tests.internals import Record, StepScalars, WeightPayload
+from tests.internals import Record, StepScalars, WeightPayload, stream_keys
 from tests.internals import kernels_adamw as adamw
 from tests.kernel_cases.optimizer import GRADS, WEIGHTS
 from tests.kernel_cases.states import optimizer_matrix
@@ -13,7 +13,7 @@ LOW_BITS = ("bf16 with 8 bits",)
 PAYLOADS = ("tensorwise", "block_128x128")
 COLS = {"flat": 64, "rows": 48, "any": 33}
 REGISTERS = 168  # 12 programs of a warp in a multiprocessor of 65536
-SCALARS = StepScalars(0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0.0, False, (1, 2))
+SCALARS = StepScalars(0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0.0, False, 1)
 
 
 @pytest.fixture
@@ -162,9 +162,10 @@ def test_a_kept_table_takes_the_gradients_and_scalars_of_each_step(grad):
                 matrix._replace(
                     grad=optimizer_matrix(
                         matrix.weight.shape[0], 64, *WEIGHTS["bf16 with 8 bits"], GRADS[grad]
-                    ).grad
+                    ).grad,
+                    number=i,
                 ),
-                scalars._replace(keys=(step, i), step_size=1e-3 * (step + 1), maximize=step == 1),
+                scalars._replace(stream=step, step_size=1e-3 * (i + 1), maximize=step == 1),
             )
             for i, (matrix, scalars) in enumerate(entries)
         ]
@@ -175,6 +176,9 @@ def test_a_kept_table_takes_the_gradients_and_scalars_of_each_step(grad):
         new, old = (adamw._tables(each, kind, lr_multipliers=factors) for each in (entries, kept))
         assert all(torch.equal(x, y) for x, y in zip(new[:2], old[:2], strict=True))
         key = Record._fields.index("key0")
-        assert old[0][:, key : key + 2].tolist() == [[step, 0], [step, 1]]
+        keys = [list(stream_keys(i, after=step)) for i in range(2)]
+        assert old[0][:, key : key + 2].tolist() == keys
+        sizes = old[0][:, Record._fields.index("step_size")].int().view(torch.float32)
+        assert sizes.tolist() == pytest.approx([1e-3, 2e-3])
         assert new[2] == old[2] == 1 + 600 * 2 // adamw.CHUNK + 1
     assert adamw._template.cache_info().hits

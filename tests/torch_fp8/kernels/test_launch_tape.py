@@ -124,8 +124,7 @@ def test_what_may_decide_otherwise_is_asked_of_the_launcher(changed):
 
 def test_options_in_tuples_and_the_device_are_part_of_a_call():
     class OnAnotherCard(torch.Tensor):
-        def get_device(self):
-            return -2
+        device = torch.device("cuda", 1)
 
     launcher, replayed = _replayed(lambda x, options: _double(x))
     for options in [(torch.ones(2), "a")] * 3:

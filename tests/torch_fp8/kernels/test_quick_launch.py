@@ -29,13 +29,13 @@ def launches(monkeypatch):
             self.function = number
 
         def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
-            assert (stream, packed, metadata, enter, leave) == ("of 0", "packed", *[None] * 3)
+            assert (stream, packed, metadata, enter, leave) == ("of None", "packed", *[None] * 3)
             called.append((function, (x, y, z), args))
 
         def __getitem__(self, grid):
             return lambda *args: hooked.append((self.function, grid, args))
 
-    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream="of {}".format)
+    active = SimpleNamespace(get_current_stream="of {}".format)
     monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
 
     def run(self, *args, grid, warmup, **how):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from run_cases import RANK, RANKS, equal_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.internals import defer_logits, logit_losses, sqnr_db
@@ -230,6 +231,72 @@ def case_reads_after_backward():
                     except RuntimeError as error:
                         values.append(str(error))
             results[f"{when}, {loss_head}"] = values
+    return results
+
+
+def _double(model, name):
+    model.get_parameter(name).mul_(2)
+
+
+def _double_the_shard(model, name):
+    model.get_parameter(name).to_local().mul_(2)
+
+
+def _load_state_dict(model, name):
+    model.load_state_dict({name: model.state_dict()[name] * 2}, strict=False)
+
+
+def _write_whole(model, name):
+    parameter = model.get_parameter(name)
+    whole = 2 * parameter.full_tensor()
+    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+
+
+WRITERS = (_double, _double_the_shard, _load_state_dict, _write_whole)
+
+
+def _sharded(kind):
+    """A model whose output layer is in BF16, at O2, in FP8, or frozen and stored in FP8."""
+    torch.manual_seed(0)
+    options = {"opt_level": "O2" if kind in ("O2", "stored") else "O1"}
+    options["loss_head"] = {"fp8": "fp8", "stored": "auto"}.get(kind, "bf16")
+    options |= {"frozen_weights": "fp8"} if kind == "stored" else {}
+    config, model = FP8Config("tensorwise", **options), WithLoss()
+    model.lm_head.weight.requires_grad_(kind != "stored")
+    model = _fsdp(model, config, _outside, connected=False, reshard_after_forward=True)[0]
+    if kind == "O2":
+        split_sharded(model, [torch.optim.AdamW(model.parameters())], config)
+    connect_fsdp(model, config)
+    return model
+
+
+def case_written_shards():
+    """What a layer computes after a write to its shards, divided by what it computed before.
+
+    Beside it, what a read of logits gets whose forward was before the write.
+    """
+    results, outputs = {}, {}
+    tokens, _ = batch(RANK)
+    for kind in ("bf16", "O2", "fp8", "stored"):
+        model = _sharded(kind)
+        model.lm_head.loss_head.fused = 1  # logits stay uncomputed
+        model.inner.register_forward_hook(lambda *args: outputs.update(inner=args[2].detach()))
+        for write in WRITERS:
+            for name in ("lm_head.weight", "inner.weight"):
+                before = model(tokens)["logits"].detach() + 0.0
+                inner, unread = outputs["inner"], model(tokens)["logits"]
+                with torch.no_grad():
+                    write(model, name)
+                try:
+                    read = float((unread - before).abs().max())
+                except RuntimeError as error:
+                    read = str(error)
+                after = model(tokens)["logits"].detach() + 0.0
+                if name == "inner.weight":  # whose bias is not doubled
+                    bias = model.inner.bias.full_tensor().to(inner.dtype)
+                    after, before = outputs["inner"] - bias, inner - bias
+                error = float((after - 2 * before).abs().max() / before.abs().max())
+                results[f"{kind}, {write.__name__}, {name}"] = error, read
     return results
 
 

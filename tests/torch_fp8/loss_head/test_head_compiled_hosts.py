@@ -21,6 +21,7 @@ from tests.torch_fp8.loss_head.test_head_hosts import TINY
 from torch_fp8 import FP8Config
 
 pytestmark = pytest.mark.long
+ANOTHER = pytest.mark.combination
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def _accelerate(model, config, dynamo_backend="inductor"):
     return accelerator, model, torch.stack(losses), kinds
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=ANOTHER)])
 def test_accelerate(graphs, family):
     model = _llama(family)
     *_, want, _ = _accelerate(copy.deepcopy(model), FP8Config("tensorwise", loss_head="off"))
@@ -86,7 +87,7 @@ def test_accelerate(graphs, family):
     torch.testing.assert_close(output.logits.logsumexp(-1).shape, batch()[0].shape)
 
 
-@pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("compiles", [True, pytest.param(False, marks=ANOTHER)])
 def test_the_trainer(graphs, compiles, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     pairs = [zip(*batch(seed, (2, 24)), strict=True) for seed in range(4)]
@@ -152,7 +153,7 @@ def _fit(module, config, compiled):
     return torch.stack(module.losses)
 
 
-@pytest.mark.parametrize("compiled", ["whole", "model"])
+@pytest.mark.parametrize("compiled", ["whole", pytest.param("model", marks=ANOTHER)])
 def test_lightning(graphs, compiled):
     model = _llama()
 

@@ -306,10 +306,11 @@ def test_a_loss_of_liger_kernel_stays_its_own(frozen):
     model = _model()
     model.forward = types.MethodType(forward, model)
     model.lm_head.weight.requires_grad_(not frozen)
-    report = convert_to_float8(model, FP8Config("tensorwise"))
-    assert report.loss_heads == {"lm_head": "liger"}
-    assert "loss head lm_head: as Liger Kernel computes it" in str(report)
-    assert type(model.lm_head) is torch.nn.Linear
+    for options in ({}, {"loss_head": "fp8"}, {"skip": ()}):
+        report = convert_to_float8(model, FP8Config("tensorwise", **options))
+        assert report.loss_heads == {"lm_head": "liger"}
+        assert "loss head lm_head: Liger Kernel's own loss, in chunks and in high" in str(report)
+        assert type(model.lm_head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["trained", "LoRA"])
@@ -319,10 +320,12 @@ def test_a_loss_of_trl_stays_its_own(adapted):
     inner = model
     if adapted:  # a frozen layer, whose weight TRL multiplies by in BF16
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    for _ in range(2):
-        report = convert_to_float8(model, FP8Config("tensorwise"))
+    for loss_head in ("auto", "auto", "fp8"):
+        report = convert_to_float8(model, FP8Config("tensorwise", loss_head=loss_head))
         assert set(report.loss_heads.values()) == {"trl"}
-        assert "lm_head: as TRL computes it" in str(report)
+        assert "lm_head: TRL's own loss, in chunks and in high precision (four" in str(report)
+        assert f"loss_head={loss_head!r} does not apply to it" in str(report)
+        assert any(name.endswith("lm_head") for name, _ in report.skipped)
         assert type(inner.lm_head) is torch.nn.Linear
         assert type(inner.lm_head.weight) is torch.nn.Parameter
     tokens, labels = batch()

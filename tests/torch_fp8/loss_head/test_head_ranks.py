@@ -54,6 +54,21 @@ def test_heads_in_fp8_under_fsdp(ranks):
             assert has_gradient == name.startswith("trained"), name
 
 
+def test_a_forward_multiplies_by_shards_as_they_are_written(ranks):
+    for results in ranks["written_shards"]:
+        for key, (error, _) in results.items():
+            assert error <= 2**-6, (key, error)  # BF16 rounds the sum with the bias
+
+
+def test_logits_from_before_a_write_to_a_shard_are_refused(ranks):
+    for results in ranks["written_shards"]:
+        for key, (_, read) in results.items():
+            if key.endswith("lm_head.weight"):
+                assert "'lm_head' was written after its forward" in str(read), (key, read)
+            else:
+                assert read == 0.0, (key, read)
+
+
 def test_reads_after_backward_leave_no_weight_gathered(ranks):
     for results in ranks["reads_after_backward"]:
         want, got = (results[f"before the step, {kind}"] for kind in ("off", "bf16"))

@@ -1,4 +1,3 @@
-import types
 import warnings
 
 import pytest
@@ -111,18 +110,6 @@ def test_an_optimizer_of_others_is_named_with_its_library():
     adam = of("AdamW", "bitsandbytes.optim.adamw", torch.optim.Optimizer)
     report = convert_optimizer(adam(model.parameters(), {}), model=model)
     assert str(report).startswith("AdamW of bitsandbytes keeps its own states: ")
-
-
-def test_what_liger_kernel_computes_is_said():
-    norm = of("LigerRMSNorm", "liger_kernel.transformers.rms_norm", forward=lambda self, x: x)
-    norm.forward.__module__ = "liger_kernel.transformers.rms_norm"
-    patched = nn.RMSNorm(64)
-    patched.forward = types.MethodType(norm.forward, patched)
-    model = nn.Sequential(norm(), nn.Linear(64, 64), patched, nn.RMSNorm(64), nn.Linear(64, 64))
-    report = convert_to_float8(model, FP8Config(recipe="tensorwise"))
-    assert report.num_liger == 2
-    assert "  liger     2 modules of Liger Kernel, whose outputs" in report.summary()
-    assert "liger " not in convert_to_float8(nn.Sequential(nn.Linear(64, 64))).summary()
 
 
 def test_a_weight_that_torchao_has_quantized_after_the_conversion_is_refused_by_name():

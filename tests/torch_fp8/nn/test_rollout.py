@@ -146,7 +146,6 @@ def test_a_compiled_decode_reads_what_was_cast_once(casts, monkeypatch, recipe):
     said = []
     monkeypatch.setattr(linear_function, "warn_of_decoding", lambda: said.append(1))
     model = _model(recipe)
-    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     places = set()

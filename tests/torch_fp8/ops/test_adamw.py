@@ -18,7 +18,7 @@ from tests.internals import (
     join,
     num_groups,
     split,
-    stream_keys,
+    stream_state,
 )
 from torch_fp8.ops import adamw
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
@@ -60,7 +60,7 @@ def _scalars(
         decay=1.0 if adam else 1 - lr * weight_decay,
         weight_decay=weight_decay if adam else 0.0,
         maximize=maximize,
-        keys=stream_keys(seed, step, parameter),
+        stream=stream_state(seed, step, parameter),
     )
 
 

@@ -137,7 +137,9 @@ def test_graphs_replay_what_the_launcher_did(monkeypatch):
     monkeypatch.setattr(
         module,
         "define",
-        lambda schema, *functions, eager, traced: defined.extend((*functions, eager)) or _call,
+        lambda schema, *functions, eager, traced, of_tuple: (
+            defined.extend((*functions, eager)) or _call
+        ),
     )
 
     def _call(*args):

@@ -158,6 +158,31 @@ def test_what_a_step_keeps_does_not_outlive_what_it_was_made_of():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_step_raises_the_amax_that_a_weight_keeps_since_the_last_step():
+    model, optimizer = converted(torch.float32, layers=2)
+    halves = model[0].weight.halves
+    for count in range(3):
+        set_gradients(model, count)
+        optimizer.step()
+        halves.keep_amax()
+        assert halves.current_amax() == halves.high.abs().max()
+
+
+def test_a_weight_that_gets_another_index_rounds_with_that():
+    weights = []
+    for keeps in (True, False):
+        model, optimizer = converted(torch.float32, layers=2)
+        for count in range(3):
+            set_gradients(model, count)
+            optimizer.step()
+            optimizer.param_groups[0]["params"].reverse()
+            if not keeps:
+                for layer in model:
+                    layer.weight.halves.matrix = None
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 def test_a_step_keeps_no_gradient():
     model = nn.Sequential(nn.Linear(64, 64))
     convert_to_float8(model)

@@ -61,7 +61,7 @@ def test_what_cannot_be_written_is_1(checkpoint, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch_fp8.checkpoint.safetensors_files.check_space", full)
+    monkeypatch.setattr("torch_fp8.checkpoint.files.check_space", full)
     arguments = "--format", "fine-grained", "--recipe", "blockwise"
     assert _export(checkpoint, tmp_path / "out", *arguments) == 1
     error = capsys.readouterr().err

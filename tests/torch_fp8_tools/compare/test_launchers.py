@@ -62,7 +62,10 @@ def check(status, report, ranks, steps=6):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "variables", "words"),
-    [("srun", SRUN, ("trainer", "--nodes", 2)), ("mpirun", MPIRUN, ("accelerate",))],
+    [
+        ("srun", SRUN, ("trainer", "--nodes", 2)),
+        pytest.param("mpirun", MPIRUN, ("accelerate",), marks=pytest.mark.combination),
+    ],
 )
 def test_a_launcher_that_starts_all_ranks(name, variables, words, compare, on_path, forked_hosts):
     on_path(name, variables)

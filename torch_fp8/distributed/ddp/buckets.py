@@ -1,10 +1,10 @@
 """Buckets of gradients in flight: DistributedDataParallel's, and those of 8-bit gradients.
 
-**DDP's buckets** (O1, O2), which its communication hook averages. Two collectives of messages
-average a bucket (`torch_fp8.ops.messages`): an all-to-all sends each rank the part that it owns
-from all ranks, and an all-gather sends the average of that part to all ranks. Both round to
-nearest, so there is no state to save. Matrices of at least 4,096 elements travel in groups of 32;
-vectors and small matrices travel as BF16 in the same message.
+**DDP's buckets**, which its communication hook averages. Two collectives of messages average a
+bucket (`torch_fp8.ops.messages`): an all-to-all sends each rank the part that it owns from all
+ranks, and an all-gather sends the average of that part to all ranks. Both round to nearest, so
+there is no state to save. Matrices of at least 4,096 elements travel in groups of 32; vectors and
+small matrices travel as BF16 in the same message.
 
 A bucket's two collectives cannot both run in the hook's call, which would wait for the other ranks,
 or in a callback of the backend, whose few threads would wait for each other. Instead each call
@@ -13,18 +13,18 @@ bucket before that. The call for the last bucket finishes all buckets; the call 
 bucket finishes its own. This order is the same on all ranks. On CUDA everything runs on a separate
 stream, and the computing stream waits for it at the end of backward.
 
-If other gradients are averaged beside DDP (`fp8_grad_reducer`) in the same process group, their
-collectives come first, and buckets that are ready earlier wait. Ranks may become ready in different
-orders, so they need one fixed order.
+If other gradients are averaged outside DDP (`fp8_grad_reducer`) in the same process group, their
+collectives come first, and buckets that are ready earlier wait. Gradients may become ready in
+another order on each rank, but all ranks must run their collectives in the same order.
 
 Gradients without an 8-bit form (sparse or float64) are averaged as without the hook. Ranks that
 have joined (uneven inputs) send zeros, and the average counts them, as with torch's own hooks.
 
-**Buckets of 8-bit gradients** (O3) have the codes and scales of several weights. A rank's
-``p.grad`` is already rounded with its own random bits (`GradientSlot`). It is sent as it is: codes
-and scales, with rows padded to groups of 32. The rank that owns a part sums it in float32 and
+**Buckets of 8-bit gradients** have the codes and scales of several weights that DDP ignores. A
+rank's ``p.grad`` is already rounded with its own random bits (`GradientSlot`). It is sent as it is:
+codes and scales, with rows padded to groups of 32. The rank that owns a part sums it in float32 and
 rounds the average stochastically, and all ranks store the codes and scales that it sends in
-``p.grad``. There is no third rounding.
+``p.grad``, at O2 decoded to BF16. There is no third rounding.
 
 A rank without a gradient sends zeros. One flag per weight, a plain value, records whether any rank
 had a gradient.
@@ -76,8 +76,7 @@ class QuantizedAllReduce:
         group: DDP's process group, of more than one rank.
         goes_first: `Float8GradReducer.goes_first` of this DDP's other gradients, or None if there
             are none.
-        exchanges: the choice whether gradients travel in 8 bits or in their dtype, or None for 8
-            bits.
+        exchanges: the choice between 8 bits and the gradients' own dtype, or None for 8 bits.
     """
 
     def __init__(

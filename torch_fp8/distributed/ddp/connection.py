@@ -127,8 +127,8 @@ class DDPReport:
     Attributes:
         num_ranks: the number of ranks.
         reason: the reason why DDP's buckets are not averaged in FP8, or None if they are.
-        num_fp8_gradients: the number of weights with 8-bit gradients (O3), averaged beside DDP.
-        fp8_exchange: whether these 8-bit gradients travel in FP8.
+        num_fp8_gradients: the number of weights whose gradients are averaged outside DDP.
+        fp8_exchange: whether these gradients travel in FP8.
         note: a note on the choice of ``communication="auto"``; empty if it made none.
     """
 
@@ -150,7 +150,7 @@ class DDPReport:
 
 
 def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return why our hook must not be registered, as far as is known now."""
+    """Return why our hook must not be registered, as far as is known now, or None."""
     name = ddp._get_ddp_logging_data().get("comm_hook")
     if name not in (None, "", average_bucket.__qualname__):  # the user's, Python or built in
         return f"the communication hook {name} is registered"
@@ -164,7 +164,7 @@ class DDPConnection:
 
     Args:
         ddp: the DistributedDataParallel of several ranks.
-        exchanges: the choice whether gradients travel in 8 bits or in their dtype.
+        exchanges: the choice between 8 bits and the gradients' own dtype.
         reducer: the reducer of the gradients that DDP ignores, or None if there are none.
         averages: whether our hook averages DDP's buckets, unless the first forward finds another.
         optimizers: the optimizers that train it, whose residuals a rank shares after a join.

@@ -1,18 +1,19 @@
 """Averaging of 8-bit gradients over the ranks of DistributedDataParallel during backward.
 
-DDP's reducer needs plain gradients in its buckets, a permanent 2 bytes per parameter. Weights with
-8-bit gradients are therefore on its ignore list and averaged here. When a gradient becomes ready,
-it is quantized and the plain tensor is freed. Several gradients form a bucket, which is sent as
-messages; the returned codes and scales replace those in ``p.grad``
-(`torch_fp8.distributed.ddp.buckets`). With ``communication="off"`` each gradient is sent in
-its dtype, and the average is quantized.
+DDP's reducer needs plain gradients of the Parameter's dtype in its buckets, which are permanent.
+Weights with 8-bit gradients, and weights in two halves, which would need 4 bytes there, are
+therefore on its ignore list and averaged here (`torch_fp8.distributed.ddp.wrap`). When a gradient
+becomes ready, it is quantized and the plain tensor is freed. Several gradients form a bucket, which
+is sent as messages; the returned codes and scales replace those in ``p.grad``
+(`torch_fp8.distributed.ddp.buckets`). With ``communication="off"`` each gradient is sent in its
+dtype, and at O3 the average is quantized.
 
 * Collectives run in one order on all ranks: in the first step the module's order, reversed, then
   the order in which rank 0's gradients became ready. DDP's own collectives in the same process
   group follow after all of these have started (`buckets`), because its buckets become ready at
-  different points. If DDP's buckets cannot wait, these collectives follow DDP's instead: if the
-  user's hook averages DDP's buckets, and with reentrant checkpoints, in which DDP may finish, from
-  the second backward on.
+  different points. If DDP's buckets cannot wait, these collectives follow DDP's instead. That is
+  the case if the user's hook averages DDP's buckets, and from the second backward on with reentrant
+  checkpoints, in which DDP may finish.
 * Gradients that are not ready when backward ends are sent then. A rank without a gradient sends
   zeros and a flag (without FP8: minus zeros), so ``p.grad`` stays None if no rank had one.
 * Gradients accumulated under ``no_sync`` are averaged with those of the last micro-batch.
@@ -56,7 +57,7 @@ class Float8GradReducer:
     Args:
         slots: the slots of the parameters, the same in the same order on all ranks.
         group: DDP's process group.
-        exchanges: the choice whether gradients travel in FP8 or in their dtype, or None for FP8.
+        exchanges: the choice between FP8 and the gradients' own dtype, or None for FP8.
     Attributes:
         parameters: the parameters whose gradients are averaged.
         rank: this process's rank.
@@ -90,7 +91,7 @@ class Float8GradReducer:
         self._in_flight: deque[GradientBucket | _PlainGradient] = deque()
 
     def prepare(self, output: Any, synchronize: bool) -> None:
-        """Prepare for the backward of `output`; `synchronize`: whether it averages."""
+        """Prepare for the backward of `output`, which averages gradients if `synchronize`."""
         if self._active:  # left over if the last backward raised
             for sent in self._in_flight:
                 sent.work.wait()

@@ -7,11 +7,12 @@
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
     connect_ddp(ddp, [optimizer], config)
 
-At all levels gradients are views of DDP's buckets (``gradient_as_bucket_view``), because they would
-exist twice otherwise, and a communication hook averages them in 8 bits
-(`torch_fp8.distributed.ddp.buckets`), unless the user has registered a hook. At O3 DDP ignores
-the weights with 8-bit gradients, and `torch_fp8.distributed.ddp.fp8_grad_reducer` averages them.
-Every rank gets rank 0's residuals, as it gets rank 0's weights.
+Gradients are views of DDP's buckets (``gradient_as_bucket_view``), because otherwise they would
+exist twice, and a communication hook averages them in 8 bits
+(`torch_fp8.distributed.ddp.buckets`), unless the user has registered a hook. DDP ignores the
+weights with 8-bit gradients (O3), and weights in two halves whose gradients travel in 8 bits (O2
+and O3), because its buckets would be float32; `torch_fp8.distributed.ddp.fp8_grad_reducer` averages
+both. Every rank gets rank 0's residuals, as it gets rank 0's weights.
 """
 
 import warnings
@@ -57,10 +58,11 @@ def ddp_options(
 ) -> dict[str, Any]:
     """Prepare a module for DistributedDataParallel, and return keyword arguments to wrap it with.
 
-    At level O3 the weights with 8-bit gradients are put on DDP's ignore list until `connect_ddp`.
-    They and all residuals are broadcast from rank 0, unless ``init_sync=False``.
-    ``find_unused_parameters`` and ``static_graph`` need DDP's own bookkeeping, so gradients stay
-    BF16 with them; a warning and the optimizer's report say so.
+    The weights that this package averages itself (see the module docstring) are put on DDP's ignore
+    list until `connect_ddp`. They and all residuals are broadcast from rank 0, unless
+    ``init_sync=False``. ``find_unused_parameters`` and ``static_graph`` need DDP's own bookkeeping,
+    so with them all gradients stay in DDP's buckets; at O3 a warning and the optimizer's report
+    say so.
 
     Args:
         module: the model, on its device and not wrapped yet.
@@ -85,7 +87,7 @@ def ddp_options(
     eight_bit = [(o, o.fp8_gradients & weights) for o, weights in zip(ours, stepped, strict=True)]
     if asked and any(weights for _, weights in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
-        warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
+        warnings.warn(f"no gradient has 8 bits, as at level O2: {reason}", stacklevel=2)
         for optimizer, weights in eight_bit:
             _keep_plain(optimizer, weights, reason)
     beside: set[Tensor] = set()
@@ -123,9 +125,9 @@ def connect_ddp(
     """Have DistributedDataParallel average gradients in FP8 from the next forward on.
 
     Our communication hook averages the gradients in DDP's buckets, unless you register another hook
-    before the first forward. The 8-bit gradients that `ddp_options` excluded from DDP are averaged
-    beside it in any case. With ``communication="off"`` both travel in their own dtype. A second
-    call for the same DistributedDataParallel changes nothing.
+    before the first forward. The gradients that `ddp_options` excluded from DDP are always averaged
+    here. With ``communication="off"`` both travel in their own dtype. A second call for the same
+    DistributedDataParallel changes nothing.
 
     Args:
         ddp: the DistributedDataParallel, or its torch.compile wrapper.
@@ -139,7 +141,7 @@ def connect_ddp(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: ranks have different configurations, versions or FP8 layers; DDP has an option
-            that `ddp_options` was not given.
+            that was not passed to `ddp_options`.
     """
     check_arguments(connect_ddp, locals())
     ddp = without_compiler(ddp)
@@ -186,7 +188,7 @@ def connect_ddp(
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
-    """Return the choice for DDP's exchange; `agree`: compare configurations first."""
+    """Return the choice for DDP's exchange; if `agree`, compare configurations first."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     groups = {"average": group}
     if agree and measured_groups(config, groups, device):

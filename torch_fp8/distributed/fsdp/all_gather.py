@@ -49,7 +49,7 @@ class WeightGather:
         device: the device on which it is gathered.
         group: the process group of its shards.
         siblings: the gathers of all weights in its `param_group`, including this one.
-        exchanges: the choice whether weights are gathered in 8 bits.
+        exchanges: the choice between gathers in 8 bits and in high precision.
         announced: whether a running forward has computed its scale.
         made: the event in the stream that computed it, or None on the CPU.
     """

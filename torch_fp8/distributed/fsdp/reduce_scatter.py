@@ -8,17 +8,9 @@ sends each rank the N messages for its shards, and it adds them in float32. So e
 rounded once, before the sum. (`reduce_dtype` is the dtype of the result, not of the message.) An
 Inf or NaN on one rank makes the sum of its group NaN.
 
-With two mesh dimensions (HSDP) this exchange runs among the ranks that shard, and
-`torch_fp8.distributed.fsdp.reduce_scatter` exchanges among replicas.
-
-The structure of FSDP2's flat gradient buffers: which elements travel in 8 bits.
-
-FSDP2 reduces the gradients of a parameter group as one buffer, with the shards of all parameters
-one after another. Gradients of FP8 weights travel as codes in groups of 32, which start anew with
-every parameter; all others travel as BF16.
-
-With two mesh dimensions FSDP2 all-reduces the result of its reduce-scatter over the ranks that hold
-the same shard in other replicas. These are often on other nodes, where links are slowest. It calls
+With two mesh dimensions (HSDP) this exchange runs among the ranks that shard. FSDP2 then
+all-reduces the result of its reduce-scatter over the ranks that hold the same shard in other
+replicas. These are often on other nodes, where links are slowest. It calls
 ``dist.all_reduce`` with the process group of its mesh. `Float8Replicas` replaces this process group
 and averages with two collectives of messages (`torch_fp8.distributed.averaging`). FSDP2 still
 decides when it reduces, by what it divides, which stream it uses and what it accumulates before.
@@ -62,7 +54,7 @@ class Float8ReduceScatter:
     Args:
         param_group: FSDP's parameter group.
         name: the qualified name of its module.
-        exchanges: the choice whether gradients are scattered in 8 bits or by the stock collective.
+        exchanges: the choice between 8 bits and the stock collective.
     Attributes:
         stock: the group's original reduce-scatter.
     """
@@ -172,7 +164,7 @@ class Float8Replicas:
     Args:
         group: the process group of the ranks that hold the same shards.
         scatter: the parameter group's reduce-scatter, with the structure of its buffers and the
-            choice whether gradients are averaged in 8 bits or by the stock collective.
+            choice between 8 bits and the stock collective.
     """
 
     def __init__(self, group: Any, scatter: Float8ReduceScatter) -> None:

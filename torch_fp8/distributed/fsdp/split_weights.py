@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.class_swap import param_groups
 from torch_fp8.optim.convert import OptimizerReport, convert_optimizer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.gradient_slot import detach_slots
@@ -88,7 +89,7 @@ def _split(parameter: DTensor, param: Any) -> None:
 def _sum_in_float32(group: Any) -> None:
     """Have FSDP2 sum the gradients of a group that it does not reduce yet in float32.
 
-    It sums them in the dtype in which it reduces. In BF16 a sum of 512 falls a third short.
+    FSDP2 sums them in the dtype in which it reduces. In BF16 a sum of 512 comes out a third short.
     """
     policy = group.mp_policy
     if policy.param_dtype is not None and policy.reduce_dtype in (None, policy.param_dtype):
@@ -97,9 +98,9 @@ def _sum_in_float32(group: Any) -> None:
 
 
 def _accumulate(group: Any, param: Any) -> None:
-    """Add a micro-batch's gradient, after its backward, and round the last sum as FSDP2 reduces it.
+    """Add a micro-batch's gradient after its backward; round the last sum to the gradients' dtype.
 
-    FSDP2 widens gradients by `reduce_dtype` later, and all that it reduces must have one dtype.
+    FSDP2 converts gradients to `reduce_dtype` later, and all that it reduces must have one dtype.
     """
     type(param).accumulate_unsharded_grad_if_needed(param)
     if not group.reduce_grads:
@@ -163,13 +164,6 @@ def reshard(model: nn.Module) -> None:
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model to which ``fully_shard`` was applied."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def param_groups(module: FSDPModule) -> list:
-    """FSDP2's groups of parameters that are gathered together; always one before torch 2.13."""
-    state: Any = fully_shard.state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g]
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:

@@ -23,6 +23,7 @@ from tests.internals import (
     slot_of,
     stored_grad,
 )
+from tests.steps import adamw
 from tests.torch_fp8.distributed.ranks import RANK, equal_on_ranks, gathered, on_ranks, worst_sum
 from torch_fp8 import (
     FP8Config,
@@ -208,7 +209,7 @@ def test_averages_are_exact_up_to_their_rounding():
 @on_ranks(2)
 def test_a_sum_of_many_micro_batches_does_not_fall_short():
     found = []
-    for communication, counts in (("fp8", (64, 512, 2048)), ("off", (64,))):
+    for communication, counts in (("fp8", (64, 512)), ("off", (64,))):
         model = nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 70))
         ddp, _optimizer, _ = wrapped("O2", model, communication=communication)
         sums = local_gradients(ddp)
@@ -225,7 +226,7 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
             for name, p in ddp.module.named_parameters()
         ]
         found.append(worst_sum(pairs))
-    assert len(found) == 4
+    assert len(found) == 3
     for *projections, decibels in found:
         assert projections == pytest.approx([1, 1], abs=0.003)
         assert decibels >= 30
@@ -234,7 +235,7 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
 @on_ranks(2)
 def test_where_ddp_needs_plain_gradients_it_runs_as_o2_and_says_so():
     for option in ("find_unused_parameters", "static_graph"):
-        with pytest.warns(UserWarning, match="stay in BF16"):
+        with pytest.warns(UserWarning, match="no gradient has 8 bits"):
             ddp, optimizer, report = wrapped(options={option: True})
         train(ddp, optimizer)
         backward(ddp, 9)
@@ -687,9 +688,7 @@ def test_copies_have_no_reducer():
 def test_without_a_process_group_options_are_made_all_the_same():
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
     config = FP8Config(opt_level="O3")
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config)
     options = ddp_options(model, [optimizer, torch.optim.SGD(model.parameters())])
     assert options == {"gradient_as_bucket_view": True}
     assert model._ddp_params_and_buffers_to_ignore == ["0.weight"]
@@ -700,9 +699,7 @@ def test_without_a_process_group_options_are_made_all_the_same():
 def _wrapped(level, **options):
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
     config = FP8Config(opt_level=level)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config)
     ddp = DistributedDataParallel(model, **options, **ddp_options(model, [optimizer]))
     return ddp, optimizer
 

@@ -144,8 +144,8 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short():
     fp32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     policies = {"one": fp32, "sharded": BF16, "whole, float32": fp32, "whole, BF16": BF16}
     exact = []
-    cases = [("one", 1), ("sharded", 64), ("whole, float32", 64), ("whole, float32", 512)]
-    for name, count in (*cases, *(("whole, BF16", n) for n in (64, 512, 2048))):
+    cases = [("one", 1), ("sharded", 64), ("whole, float32", 512), ("whole, BF16", 512)]
+    for name, count in cases:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(32, 144), nn.LayerNorm(144))
         model, _optimizer = trained(FP8Config(), policies[name], layers)

@@ -1,11 +1,12 @@
 """Load a model directly from a checkpoint, layer by layer, without a second copy of the weights.
 
-The model is built without data. Each tensor is then read from its file, converted to the form that
-the model keeps, and freed before the next one is read.
+The model is built without data. Each tensor is then read from its file (`QuantizedFiles`),
+converted to the form that the model keeps, and freed before the next one is read.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_fp8.checkpoint.safetensors_files import QuantizedFiles
-from torch_fp8.checkpoint.stored_names import own_tensors
+from torch_fp8.checkpoint.files import SafetensorsFiles
+from torch_fp8.checkpoint.formats import Block, FileFormat, decoded, parse_format
+from torch_fp8.checkpoint.names import homes_of
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.freeze import refuse_kept
@@ -45,6 +47,110 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class QuantizedFiles(SafetensorsFiles):
+    """The tensors of a checkpoint in 16 or 32 bits, or in one of the FP8 formats.
+
+    The keys are those of weights and other tensors, without scales and other companions of weights.
+
+    Args:
+        path: see `SafetensorsFiles`.
+    Attributes:
+        format: the FP8 format, or None if the configuration names no quantization.
+        fp8: the block that shares a scale, by the key of each FP8 weight.
+    Raises:
+        ValueError: see `SafetensorsFiles` and `read_format`; an FP8 weight has no scales; scales
+            have no FP8 weight; scales have another shape or dtype, or are not finite, zero or
+            negative (the error names the key); there are FP8 weights, but no configuration explains
+            their scales.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.format = read_format(self.path)
+        self.fp8: dict[str, Block] = dict(self._checked())
+
+    def __iter__(self) -> Iterator[str]:
+        format = self.format
+        scales = set() if format is None else {format.scale_key(key) for key in self.fp8}
+        others = () if format is None else ("activation_scale", "input_scale")
+        return (key for key in self.stored if key not in scales and not key.endswith(others))
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype in which a tensor is used: BF16 for FP8 weights."""
+        return torch.bfloat16 if key in self.fp8 else self.stored[key].dtype
+
+    def read(self, key: str) -> Tensor | FP8Weight:
+        """Read a tensor, or an FP8 weight with its scales."""
+        if key not in self.fp8:
+            return self[key]
+        assert self.format is not None
+        return self.format.weight(self[key], self[self.format.scale_key(key)], self.fp8[key])
+
+    def _checked(self) -> Iterator[tuple[str, Block]]:
+        """Check all scales before anything is loaded, and yield the entries of `fp8`."""
+        codes = torch.float8_e4m3fn, torch.float8_e5m2
+        for key, tensor in self.stored.items():
+            if self.format is None and tensor.dtype in codes:
+                raise ValueError(
+                    f"{key!r} in {str(self.path)!r} holds FP8 codes, but there is no config.json "
+                    "beside it with a quantization_config that describes their scales; copy the "
+                    "config.json that was exported with it. Nothing was loaded"
+                )
+            if tensor.dtype == torch.float8_e5m2:
+                raise self._broken(f"{key!r} is E5M2; weights must be E4M3")
+        if self.format is None:
+            return
+        suffix = self.format.scale_key("")
+        for key, weight in self.stored.items():
+            if key.endswith(f".weight{suffix}"):
+                owner = self.stored.get(key.removesuffix(suffix))
+                if owner is None or owner.dtype != torch.float8_e4m3fn:
+                    raise self._broken(f"{key!r} has no E4M3 weight beside it")
+            if weight.dtype == torch.float8_e4m3fn:
+                yield key, self._checked_block(self.format, key)
+
+    def _checked_block(self, format: FileFormat, key: str) -> Block:
+        scale_key = format.scale_key(key)
+        if scale_key not in self.stored:
+            raise self._broken(f"{scale_key!r}, the scales of {key!r}, is missing")
+        try:
+            block = format.block_of(key, self.stored[key], self.stored[scale_key])
+        except ValueError as error:
+            raise self._broken(str(error)) from None
+        value = decoded(self[scale_key])
+        if not bool(value.isfinite().all()):
+            raise self._broken(f"{scale_key!r} holds an Inf or NaN")
+        if not bool((value > 0).all()):
+            raise self._broken(f"{scale_key!r} holds a scale of zero or below")
+        return block
+
+    def _broken(self, what: str) -> ValueError:
+        assert self.format is not None
+        return ValueError(
+            f"{what}: {str(self.path)!r} is not a complete {self.format.title} checkpoint; nothing "
+            "was loaded"
+        )
+
+
+def read_format(path: Path) -> FileFormat | None:
+    """Return the FP8 format of a checkpoint, or None if it is not quantized.
+
+    Args:
+        path: the folder of the checkpoint, or one of its files.
+    Raises:
+        ValueError: ``config.json`` cannot be read; see `torch_fp8.checkpoint.formats.parse_format`.
+    """
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    return parse_format(quantization, f"the checkpoint {str(path)!r}") if quantization else None
+
+
 @torch.inference_mode(False)
 def load_trainable(
     cls: Any,
@@ -56,9 +162,8 @@ def load_trainable(
     """Load a model for full training; FP8 weights become BF16 with a residual.
 
     Weight and residual together are within a relative 2^-16 of the file's values, E4M3 times
-    float32. BF16 alone, as transformers
-    dequantizes, is within 2^-9. The residuals are kept for the optimizer, which
-    `torch_fp8.convert_optimizer` converts; level O1 has none.
+    float32. BF16 alone, as transformers dequantizes, is within 2^-9. The residuals are kept for the
+    optimizer, which `torch_fp8.convert_optimizer` converts; level O1 has none.
 
     Args:
         cls: a transformers class (for example ``AutoModelForCausalLM``) that builds the model
@@ -152,7 +257,7 @@ def _load(
     files = QuantizedFiles(path)
     model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
     homes = homes_of(model)
-    check_keys(model, files, homes)
+    check_keys(model, files, {key: getattr(*owners[0]) for key, owners in homes.items()})
     if convert is not None:
         convert(model)
     for key in files:
@@ -203,42 +308,26 @@ def built_without_data(cls: Any, path: Path) -> nn.Module:
     return model
 
 
-def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Map each name in the state dict to the (module, name) pairs that share its tensor."""
-    sharing: dict[int, list[tuple[nn.Module, str]]] = {}
-    homes = {}
-    for prefix, module in model.named_modules():
-        for key, tensor in own_tensors(prefix, module):
-            owners = sharing.setdefault(id(tensor), [])
-            owners.append((module, key.rpartition(".")[2]))
-            homes[key] = owners
-    return homes
-
-
-def check_keys(
-    model: nn.Module,
-    files: QuantizedFiles,
-    homes: Mapping[str, list[tuple[Any, str]]],
-) -> None:
+def check_keys(model: nn.Module, files: QuantizedFiles, expected: Mapping[str, Tensor]) -> None:
     """Compare the names and shapes of file and model.
 
     Args:
         model: the model.
         files: the checkpoint.
-        homes: the result of `homes_of`.
+        expected: the model's tensors by name; tied ones are the same object.
     Raises:
         ValueError: they differ; the error names the first differences.
     """
     what = f"the checkpoint {str(files.path)!r} does not fit {type(model).__name__}"
     why = "nothing was loaded; use from_pretrained for models whose checkpoints have other names"
-    present = {id(homes[key]) for key in files if key in homes}
-    missing = [name for name, owners in homes.items() if id(owners) not in present]
-    unknown = [key for key in files if key not in homes]
+    present = {id(expected[key]) for key in files if key in expected}
+    missing = [name for name, tensor in expected.items() if id(tensor) not in present]
+    unknown = [key for key in files if key not in expected]
     if missing or unknown:
         lacks = f"it is missing {missing[0]!r} and {len(missing) - 1} more" if missing else ""
         has = f"it has unexpected {unknown[0]!r} and {len(unknown) - 1} more" if unknown else ""
         raise ValueError(f"{what}: {' and '.join(filter(None, (lacks, has)))}; {why}")
     for key in files:
-        shape, expected = files.shape(key), tuple(getattr(*homes[key][0]).shape)
-        if shape != expected:
-            raise ValueError(f"{what}: {key!r} has shape {shape}, not {expected}; {why}")
+        shape, fitting = tuple(files.stored[key].shape), tuple(expected[key].shape)
+        if shape != fitting:
+            raise ValueError(f"{what}: {key!r} has shape {shape}, not {fitting}; {why}")

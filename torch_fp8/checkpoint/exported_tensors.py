@@ -11,7 +11,8 @@ each row get exactly the bytes that training multiplies by. For formats with blo
 weights are cast again in these blocks. The values differ from training's, but are as close to the
 weights, and the report says so. Other formats get BF16.
 
-Each `FoldedTensor` computes its tensors when they are asked for.
+`ExportedTensors` is one generator of (name, tensor), for files and for engines. Its dry run on the
+meta device, `ExportedTensors.planned`, tells names, shapes and dtypes before a value is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.checkpoint.adapters import AdapterFold, SmoothFold
 from torch_fp8.checkpoint.export_layers import (
     check_finite,
     held_experts,
@@ -32,15 +34,8 @@ from torch_fp8.checkpoint.export_layers import (
     refuse_tied,
     with_routers,
 )
-from torch_fp8.checkpoint.fold_adapters import AdapterFold, SmoothFold, adapted_layers
-from torch_fp8.checkpoint.formats import ExportFormat
-from torch_fp8.checkpoint.stored_names import (
-    PLAIN,
-    StoredPart,
-    own_tensors,
-    plain_dtype,
-    stored_parts,
-)
+from torch_fp8.checkpoint.formats import FileFormat, export_format
+from torch_fp8.checkpoint.names import PLAIN, StoredPart, own_tensors, plain_dtype, stored_parts
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history
 from torch_fp8.nn.experts import Float8Experts
@@ -100,89 +95,116 @@ class ModelTensors:
         return self._read(tensor)
 
 
-class Exact(NamedTuple):
-    """BF16 with exactly the values that training multiplies by."""
-
-    otherwise: str
-    """The end of the error if BF16 cannot hold them."""
-
-
-@dataclass(frozen=True)
-class FoldedTensor:
-    """A tensor of a model with what is folded into it, in the form in which it is written.
+class _Item(NamedTuple):
+    """A tensor of a model, and the form in which it is written.
 
     Attributes:
         key: the tensor's name in the model.
         tensor: the tensor.
         module: the module that it belongs to.
-        parts: the checkpoint's tensors for it.
         layer: the FP8 layer whose weight it is, or None if it belongs to no FP8 layer.
-        form: FP8 in a format, BF16 with FP8's values, or a plain dtype.
-        source: the source of its values.
-        fold: the adapters that are folded into it.
-        smooth: the factors of Smooth-SwiGLU that are folded into weights of FP8 layers.
+        parts: the checkpoint's tensors for it.
+        form: FP8 in a format; a plain dtype; or BF16 with exactly the values of training, given as
+            the end of the error if BF16 cannot hold them.
     """
 
     key: str
     tensor: Tensor
     module: nn.Module
-    parts: Sequence[StoredPart]
     layer: Float8Layer | None
-    form: ExportFormat | Exact | torch.dtype
+    parts: Sequence[StoredPart]
+    form: FileFormat | str | torch.dtype
+
+
+@dataclass
+class ExportedTensors:
+    """The tensors of a model for a file or an engine; iteration yields (name, tensor).
+
+    Attributes:
+        source: the source of the tensors' values.
+        fold: the adapters to fold into weights or to leave out.
+        smooth: the factors of Smooth-SwiGLU that are folded into weights of FP8 layers.
+        format: the format, with its recipe, or None if all tensors are plain.
+        items: the tensors of the model, in its order.
+        fp8: the names of the layers that are in FP8.
+        kept: (name, reason) of layers that run in FP8 but are written in BF16.
+        recast: the names of the expert modules whose FP8 values differ from training's.
+        ignored: the names of the linear layers and routers that are not in FP8.
+    """
+
     source: ModelTensors
     fold: AdapterFold
     smooth: SmoothFold
+    format: FileFormat | None
+    items: list[_Item] = field(default_factory=list)
+    fp8: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    recast: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for item in self.items:
+            yield from self._tensors(item)
+
+    def planned(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors on the meta device: by the model's name, and by the written name."""
+        return {item.key: dict(self._tensors(item, dry=True)) for item in self.items}
 
     @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for all parts."""
-        form = self.form
-        value = self.source.values(self.key, self.tensor, self.layer)
-        value = self.fold(self.module, value, self.key.rpartition(".")[2])
-        value = self.smooth.weight(self.layer, value)
+    def _tensors(self, item: _Item, dry: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for all parts of a tensor; `dry`: on the meta device."""
+        key, form, layer = item.key, item.form, item.layer
+        if dry:
+            dtype = self.source.dtype(key, item.tensor)
+            value = torch.empty(item.tensor.shape, dtype=dtype, device="meta")
+        else:
+            value = self.source.values(key, item.tensor, layer)
+        value = self.fold(item.module, value, key.rpartition(".")[2])
+        value = self.smooth.weight(layer, value)
         if isinstance(form, torch.dtype):
             value = dequantized(value)  # FP8 if it belongs to a paused layer
-            for part in self.parts:
+            for part in item.parts:
                 plain = part.of(value).detach().to(form)
                 check_finite(part.name, plain)
                 yield part.name, plain
             return
         scale, recast = None, False
-        if isinstance(form, ExportFormat):
+        if isinstance(form, FileFormat):
             recast = form.block == FROZEN_BLOCK
-            scale = self._input_scale(self.layer) if self.layer and form.is_static else None
-        for part, payload in zip(self.parts, self._payloads(value, recast), strict=True):
-            if isinstance(form, ExportFormat):
+            scale = self._input_scale(key, layer) if layer and form.is_static else None
+        for part, payload in zip(item.parts, self._payloads(item, value, recast), strict=True):
+            if isinstance(form, FileFormat):
                 yield from form.tensors(part.name.removesuffix(".weight"), payload, scale)
                 continue
             plain = dequantize(payload, PLAIN)
-            if not torch.equal(plain.float(), dequantize(payload)):
-                raise ValueError(f"'{self.key}' {form.otherwise}")
-            is_transposed = self.layer is not None and self.layer.fp8.transposed
+            if not (plain.is_meta or torch.equal(plain.float(), dequantize(payload))):
+                raise ValueError(f"'{key}' {form}")
+            is_transposed = layer is not None and layer.fp8.transposed
             yield part.name, plain.t() if is_transposed else plain  # (N, K) -> as stored
 
-    def _payloads(self, weight: Tensor, recast: bool) -> Iterator[QuantizedTensor]:
+    def _payloads(self, item: _Item, weight: Tensor, recast: bool) -> Iterator[QuantizedTensor]:
         """Yield the parts (N, K) as training multiplies by them.
 
         Args:
+            item: the item of the weight.
             weight: the tensor as it is stored.
             recast: whether experts, which have a scale for each row, are cast again in blocks.
         """
-        if self.layer is not None:
-            payload = self._of_layer(self.layer, weight)
-            check_finite(self.key, payload)
+        if item.layer is not None:
+            payload = self._of_layer(item.layer, weight)
+            check_finite(item.key, payload)
             yield payload
             return
         values = dequantized(weight) if recast else weight
-        for part in self.parts:
+        for part in item.parts:
             if recast:
                 payload = quantize(part.of(values), make_recipe("blockwise").weight)
             elif isinstance(weight, Float8FrozenWeight):
                 fused = weight.payload.quantized
                 payload = fused._replace(qdata=part.of(fused.qdata), scale=part.of(fused.scale))
             else:
-                assert isinstance(self.module, Float8Experts)
-                payload = quantize(part.of(weight), self.module.fp8.recipe.weight)
+                assert isinstance(item.module, Float8Experts)
+                payload = quantize(part.of(weight), item.module.fp8.recipe.weight)
             check_finite(part.name, payload)
             yield payload
 
@@ -197,13 +219,13 @@ class FoldedTensor:
         quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
         return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)
 
-    def _input_scale(self, layer: Float8Layer) -> Tensor:
+    def _input_scale(self, key: str, layer: Float8Layer) -> Tensor:
         """Return the () scale with which delayed scaling will cast the next input of `layer`.
 
         Raises:
             ValueError: no forward has recorded an amax yet, or an amax is not finite.
         """
-        name = self.key.removesuffix(".weight")
+        name = key.removesuffix(".weight")
         config, (history, _, slots) = layer.fp8.config, scaling_buffers(layer)
         amaxes = torch.stack(slots[:2]).view(torch.float32)
         if not bool(history.isfinite().all() & amaxes.isfinite().all()):
@@ -223,36 +245,15 @@ class FoldedTensor:
         return self.smooth.input_scale(layer, scale)
 
 
-@dataclass
-class ExportPlan:
-    """The tensors to write.
-
-    Attributes:
-        format: the format, with its recipe, or None if all tensors are plain.
-        groups: the tensors, in the order of the model.
-        fp8: the names of the layers that are in FP8.
-        kept: (name, reason) of layers that run in FP8 but are written in BF16.
-        recast: the names of the expert modules whose FP8 values differ from training's.
-        ignored: the names of the linear layers and routers that are not in FP8.
-    """
-
-    format: ExportFormat | None
-    groups: list[FoldedTensor] = field(default_factory=list)
-    fp8: list[str] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    recast: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-
-
-def plan_export(
+def exported_tensors(
     model: nn.Module,
     name: str | None,
     fold: AdapterFold,
     source: ModelTensors | None = None,
     *,
-    in_bf16: Exact | None = None,
+    in_bf16: str | None = None,
     paused: bool = False,
-) -> ExportPlan:
+) -> ExportedTensors:
     """Decide how each tensor of a converted model is written; nothing is computed yet.
 
     Args:
@@ -261,44 +262,45 @@ def plan_export(
         name: the name of the format, or None if all tensors are plain.
         fold: the adapters to fold into weights or to leave out.
         source: the source of the tensors' values, or None for the model.
-        in_bf16: the form of the weights that the format holds, for an engine that casts them to it
-            itself, and experts in its own way, or None for FP8.
+        in_bf16: the end of the error if BF16 cannot hold the weights that the format holds, for an
+            engine that casts them to it itself, and experts in its own way, or None for FP8.
         paused: whether paused layers count as FP8, as they must for an engine that stays up.
     Raises:
         ValueError: the format cannot hold a layer or express the recipe; the error names both and a
             way out.
     """
-    source = source or ModelTensors()
     is_file = name is not None and in_bf16 is None
-    smooth = SmoothFold(None if name is None or adapted_layers(model) else model)
     places = list(fold.walk(model))
+    linears = {place for place, module in places if is_linear(module)}
     layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
     if not paused:
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
-    heads = {id(output_layer(module)) for _, module in places}  # no format holds them in FP8
-    others = {n: m for n, m in layers.items() if id(m) not in heads} or layers
-    format = None if name is None else ExportFormat(name, one_recipe(others, name))
-    held = {} if format is None else held_layers(model, layers, places, format)
+    heads = {output_layer(module) for _, module in places}  # no format holds them in FP8
+    others = {n: m for n, m in layers.items() if m not in heads} or layers
+    format = None if name is None else export_format(name, one_recipe(others, name))
+    held = {} if format is None else held_layers(model, layers, linears, heads, format)
     tied = getattr(model, "all_tied_weights_keys", ())  # by transformers, when it loads the model
-    tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
-    experts = {key for name, module in places for key in expert_weights(name, module)}
-    parts = stored_parts(model, tensors, experts)
-    plan = ExportPlan(format)
+    tensors = {place: list(own_tensors(place, module)) for place, module in places}
+    stacks = {place: expert_weights(place, module) for place, module in places}
+    shapes = {key: tensor.shape for of_place in tensors.values() for key, tensor in of_place}
+    parts = stored_parts(model, shapes, {key for keys in stacks.values() for key in keys})
+    smooth = SmoothFold(None if name is None or fold.wrappers else model)
+    export = ExportedTensors(source or ModelTensors(), fold, smooth, format)
     seen: dict[int, str] = {}
     for name, module in places:
-        reason = held.get(name, "not in FP8") if is_linear(module) else ""
+        reason = held.get(name, "not in FP8") if name in linears else ""
         is_fp8, is_ignored = name in layers, bool(reason)
-        fused = {key: parts[key] for key in expert_weights(name, module)}
+        fused = {key: parts[key] for key in stacks[name]}
         if fused and format is not None:
             reason = held_experts(name, module, fused, format)
             is_fp8 = isinstance(module, Float8Experts)
-            plan.ignored += ignored_experts(fused, format) if reason else []
+            export.ignored += ignored_experts(fused, format) if reason else []
         if is_fp8 and reason:
-            plan.kept.append((name, reason))
+            export.kept.append((name, reason))
         elif is_fp8:
-            plan.fp8.append(name)
-            plan.recast += [name] if fused and format and format.block == FROZEN_BLOCK else []
-        for key, tensor in own_tensors(name, module):
+            export.fp8.append(name)
+            export.recast += [name] if fused and format and format.block == FROZEN_BLOCK else []
+        for key, tensor in tensors[name]:
             if isinstance(tensor, DTensor):
                 raise ValueError(
                     f"'{key}' is sharded across ranks; save the model with Lightning or "
@@ -310,25 +312,23 @@ def plan_export(
             if before != key and (key in tied or not is_file):
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None
-            form: ExportFormat | Exact | torch.dtype
+            form: FileFormat | str | torch.dtype
             if format is None or (layer is None and (key not in fused or in_bf16 is not None)):
-                form = plain_dtype(model, key, tensor, source.dtype(key, tensor))
+                form = plain_dtype(model, key, tensor, export.source.dtype(key, tensor))
                 if is_file and form.is_complex:
                     raise ValueError(f"'{key}' is {form}, and engines read no complex tensors")
             elif reason:
-                form = Exact(_NOT_EXACT.format(reason)) if is_fp8 else PLAIN
+                form = _NOT_EXACT.format(reason) if is_fp8 else PLAIN
             else:
                 form = in_bf16 or format
-            plan.groups.append(
-                FoldedTensor(key, tensor, module, parts[key], layer, form, source, fold, smooth)
-            )
+            export.items.append(_Item(key, tensor, module, layer, parts[key], form))
         if is_ignored:
-            plan.ignored.append(name)
-    plan.ignored = with_routers(plan.ignored, places, parts)
-    if format is not None and not plan.fp8:
+            export.ignored.append(name)
+    export.ignored = with_routers(export.ignored, [n for n, keys in stacks.items() if keys], parts)
+    if format is not None and not export.fp8:
         raise ValueError(
             f"format {format.name!r} cannot store any of the model's FP8 layers: "
-            + first_reasons(plan.kept, 3)
+            + first_reasons(export.kept, 3)
         )
-    refuse_ambiguous(plan.fp8, plan.ignored)
-    return plan
+    refuse_ambiguous(export.fp8, export.ignored)
+    return export

@@ -23,6 +23,7 @@ from torch_fp8.conversion.detect_producers import gated_mlps
 from torch_fp8.nn.class_swap import own_child, unwrapped_name
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.smooth import smooth_factors
+from torch_fp8.quantization.wording import check_choice
 from torch_fp8.tensor.base import dequantized
 
 ADAPTERS = ("merge", "apart")
@@ -80,6 +81,8 @@ class AdapterFold:
     Args:
         model: the model inside PEFT's wrapper.
         merge: whether adapters are folded in.
+    Attributes:
+        wrappers: PEFT's wrappers of adapted layers, and of layers with trained copies.
     Raises:
         ValueError: an adapter is already merged, provides no delta, or belongs to one of several
             layers that share a weight.
@@ -88,7 +91,9 @@ class AdapterFold:
     def __init__(self, model: nn.Module, merge: bool) -> None:
         self._merge = merge
         self._owners: dict[tuple[int, str], tuple[str, Any]] = {}
-        for name, module in model.named_modules():
+        adapted = {name: module for name, module in model.named_modules() if is_adapted(module)}
+        self.wrappers = {*adapted.values()}
+        for name, module in adapted.items():
             if own_child(module, "base_layer") is None:
                 continue
             name = unwrapped_name(name)
@@ -104,7 +109,7 @@ class AdapterFold:
                 )
             parameter = getattr(module, "parameter_name", "weight")
             self._owners[id(_innermost(module)), parameter] = name, module
-        if merge and any(map(is_adapted, model.modules())):
+        if merge and adapted:
             self._refuse_tied(model)
 
     def _refuse_tied(self, model: nn.Module) -> None:
@@ -130,9 +135,13 @@ class AdapterFold:
 
     def walk(self, model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yield every module under the name that it has without adapters."""
-        if own_child(model, "base_layer") is not None:
+        if not self.wrappers:
+            modules = model.named_modules(remove_duplicate=False)
+            yield from [(unwrapped_name(name), module) for name, module in modules]
+            return
+        if model in self.wrappers and own_child(model, "base_layer") is not None:
             model = _innermost(model)
-        elif own_child(model, "original_module") is not None:
+        elif model in self.wrappers:
             wrapper: Any = model
             active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
             is_copy = self._merge and active
@@ -146,7 +155,8 @@ class AdapterFold:
     def __call__(self, layer: nn.Module, weight: Tensor, parameter: str = "weight") -> Tensor:
         """Return a layer's weight with its adapters, or as it is stored if it has none.
 
-        A weight with adapters is BF16 if the layer runs in FP8, and else has its own dtype.
+        A weight with adapters is BF16 if the layer runs in FP8, and else has its own dtype. On the
+        meta device nothing is added, because a delta has values.
 
         Args:
             layer: the layer.
@@ -156,6 +166,9 @@ class AdapterFold:
         active = self._active(layer, parameter)
         if not active:
             return weight
+        dtype = torch.bfloat16 if isinstance(layer, RunsFP8) else weight.dtype
+        if weight.is_meta:
+            return weight.to(dtype)
         name, module = self._owners[id(layer), parameter]
         folded = dequantized(weight).detach().float()
         for adapter in active:
@@ -172,7 +185,7 @@ class AdapterFold:
                     "model it returns"
                 )
             folded = folded + delta.float()
-        return folded.to(torch.bfloat16 if isinstance(layer, RunsFP8) else weight.dtype)
+        return folded.to(dtype)
 
     def _active(self, layer: nn.Module, parameter: str = "weight") -> list[str]:
         """Return the adapters to fold into a weight of a layer."""
@@ -183,6 +196,18 @@ class AdapterFold:
         # The same check as in PEFT's merge.
         held = [getattr(module, name) for name in module.adapter_layer_names]
         return [name for name in module.active_adapters if any(name in each for each in held)]
+
+
+def fold_of(model: nn.Module, root: nn.Module, adapters: str) -> AdapterFold:
+    """Return the fold of the adapters of `root`, which is `model` inside wrappers.
+
+    Raises:
+        ValueError: `adapters` is unknown, or an adapter cannot be folded into weights.
+    """
+    check_choice("adapters", adapters, ADAPTERS)
+    if adapters == "merge":
+        refuse_prompts(model)
+    return AdapterFold(root, merge=adapters == "merge")
 
 
 def _innermost(wrapper: Any) -> nn.Module:
@@ -210,7 +235,10 @@ class SmoothFold:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._factors: dict[object, _Factors] = {}
-        for _, module, spec in gated_mlps(model) if model is not None else ():
+        layers = [] if model is None else [m for m in model.modules() if isinstance(m, Float8Layer)]
+        if model is None or not [m for m in layers if m.fp8.recipe.smooth]:
+            return
+        for _, module, spec in gated_mlps(model):
             up = getattr(module, spec.inputs[-1])  # or one layer for gate and up
             down = getattr(module, spec.down)
             if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):

@@ -48,6 +48,18 @@ def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{own}".lstrip("."), tensor
 
 
+def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Map each name in the state dict to the (module, name) pairs that share its tensor."""
+    sharing: dict[int, list[tuple[nn.Module, str]]] = {}
+    homes = {}
+    for prefix, module in model.named_modules():
+        for key, tensor in own_tensors(prefix, module):
+            owners = sharing.setdefault(id(tensor), [])
+            owners.append((module, key.rpartition(".")[2]))
+            homes[key] = owners
+    return homes
+
+
 def stored_parts(
     model: nn.Module, shapes: Mapping[str, torch.Size], fused: Collection[str]
 ) -> dict[str, list[StoredPart]]:

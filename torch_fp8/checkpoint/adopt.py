@@ -1,4 +1,8 @@
-"""FP8 layers of other libraries, as transformers creates them for an FP8 checkpoint.
+"""Models that a host loaded from an FP8 checkpoint: how they are trained and saved.
+
+Without a GPU, or with ``dequantize=True``, transformers rounds every weight to BF16, 2^-9 relative,
+and the model is one in BF16 like any other: `torch_fp8.load_trainable` and `torch_fp8.load_frozen`
+read the exact values of the files. These layers have the bytes of the file:
 
 * transformers' ``FP8Linear``, if there is a GPU: E4M3 codes and ``weight_scale_inv``; its backward
   multiplies by a BF16 copy of the weight.
@@ -7,10 +11,10 @@
   Its scales are those that the host has rounded to the model's dtype.
 * transformers' ``FP8Experts``: E4M3 codes (E, R, C), and ``weight_scale_inv`` of 128 x 128 blocks.
 
-Their bytes are those of the file. A frozen weight keeps them, and a trained weight becomes BF16 and
-a residual that waits for its optimizer. The layer becomes an ``nn.Linear``, which is then converted
-like any other. Experts are replaced by the module that the model has without quantization. Their
-frozen weights are cast again with a scale for each row, since grouped GEMMs do not support blocks.
+A frozen weight keeps the bytes, and a trained weight becomes BF16 and a residual that waits for its
+optimizer. The layer becomes an ``nn.Linear``, which is then converted like any other. Experts are
+replaced by the module that the model has without quantization. Their frozen weights are cast again
+with a scale for each row, since grouped GEMMs do not support blocks.
 """
 
 import copy
@@ -20,16 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torch_fp8.checkpoint.formats import block_of_strategy
+from torch_fp8.checkpoint.formats import METHODS, block_of_strategy
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.frozen_layers import option_that_keeps
+from torch_fp8.conversion.frozen_layers import frozen_recipe, option_that_keeps
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.frozen_payload import FP8Weight, freeze_tensor, scale_grid
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 
-_SCALES = ("weight_scale_inv", "weight_scale")
+_SCALES = tuple(dict.fromkeys(f"weight{row.scale_suffix}" for row in METHODS.values()))
 _OWN = (
     *_SCALES,
     *("activation_scale", "block_size", "activation_scheme", "has_bias"),
@@ -38,32 +43,47 @@ _OWN = (
 )
 
 
-@torch.no_grad()
-def take_over_layers(
+def take_over(
     model: nn.Module,
     config: FP8Config,
-    spec: CastSpec,
+    device: torch.device | None = None,
     *,
-    trained: bool,
-    residuals: bool = True,
+    trained: bool = True,
+    sharded: bool = False,
 ) -> list[str]:
-    """Turn other libraries' FP8 layers in `model` into linear layers with the same bytes.
-
-    transformers then treats the model as not quantized; otherwise it would save it as if it still
-    had such layers.
+    """Prepare a model that its host loaded from an FP8 checkpoint for training and saving.
 
     Args:
         model: any model, which is converted afterwards.
         config: the configuration; level O1, ``frozen_weights="keep"`` and another backend leave the
             layers as they are.
-        spec: the cast of frozen weights.
-        trained: whether weights that require gradients are trained.
-        residuals: whether their bits below BF16 are kept for an optimizer.
+        device: the device on which the model will run, or None for its present device.
+        trained: whether an optimizer will use residuals; a model for evaluation needs none.
+        sharded: whether ``fully_shard`` comes next. It replaces the Parameters to which residuals
+            are attached, so none are created; a model that is already sharded gets none either.
     Returns:
-        Lines on what was done; none if there are no such layers.
+        Lines on what was done; none for other models, and on a second call.
     Raises:
         ValueError: the scales of a layer are broken (the error names it); no layer was changed
             then.
+    """
+    saved = save_dequantized(model)
+    if device is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    spec = frozen_recipe(config, device)[0].weight
+    sharded = sharded or any(isinstance(p, DTensor) for p in model.parameters())
+    lines = _take_over_layers(model, config, spec, trained, not sharded)
+    return [*lines, SAVED_DEQUANTIZED] if saved else lines
+
+
+@torch.no_grad()
+def _take_over_layers(
+    model: nn.Module, config: FP8Config, spec: CastSpec, trained: bool, residuals: bool
+) -> list[str]:
+    """Turn other libraries' FP8 layers in `model` into linear layers with the same bytes.
+
+    transformers then treats the model as not quantized; otherwise it would save it as if it still
+    had such layers. All scales are checked before the first layer changes.
     """
     layers = [(name, module) for name, module in model.named_modules() if _scale_name(module)]
     if not layers:
@@ -75,13 +95,13 @@ def take_over_layers(
     if option is not None:
         return [f"{num_layers} {kind} are left unchanged ({option})"]
     weights = [_weight_of(name, layer) for name, layer in layers]
-    lines = take_over_experts(model, config, trained=trained, residuals=residuals)
+    lines = _take_over_experts(model, config, trained, residuals)
     num_trained = num_anew = 0
     while layers:  # free each one before the next
         (name, layer), weight = layers.pop(), weights.pop()
         if trained and layer.weight.requires_grad:
             layer._parameters[_scale_name(layer)].requires_grad_(False)  # an optimizer may have it
-            continue_exactly(layer.weight, weight, config, residuals)
+            _continue_exactly(layer.weight, weight, config, residuals)
             num_trained += 1
         else:
             num_anew += weight.scale_for(spec) is None
@@ -140,7 +160,7 @@ def _weight_of(name: str, layer: Any) -> FP8Weight:
         raise ValueError(
             f"'{name}.{scale_name}' has shape {shape}, not {grid}: the checkpoint is broken"
         )
-    check_positive(f"{name}.{scale_name}", scale)
+    _check_positive(f"{name}.{scale_name}", scale)
     return FP8Weight(qdata, scale.reshape(grid), block)
 
 
@@ -154,22 +174,14 @@ def _no_longer_quantized(model: nn.Module) -> None:
             quantizer.remove_quantization_config(module)
 
 
-_EXPERT_SCALES = "_scale_inv"
+_EXPERT_SCALES = METHODS["fine-grained"].scale_suffix
 
 
 @torch.no_grad()
-def take_over_experts(
-    model: nn.Module, config: FP8Config, *, trained: bool, residuals: bool
+def _take_over_experts(
+    model: nn.Module, config: FP8Config, trained: bool, residuals: bool
 ) -> list[str]:
-    """Turn transformers' FP8 experts in `model` into those of the model without quantization.
-
-    Args:
-        model, config, trained, residuals: see `torch_fp8.checkpoint.host_layers.take_over_layers`.
-    Returns:
-        A line on what was done; none if there are no such experts.
-    Raises:
-        ValueError: scales of a weight are broken (the error names it); nothing was changed then.
-    """
+    """Turn transformers' FP8 experts in `model` into those of the model without quantization."""
     experts = [
         (name, module, {key: _fused_weight(f"{name}.{key}", *of) for key, *of in _weights(module)})
         for name, module in model.named_modules()
@@ -185,7 +197,7 @@ def take_over_experts(
             stored = fused.pop(key)
             scale.requires_grad_(False)  # an optimizer may have it
             if trained and weight.requires_grad:
-                continue_exactly(weight, stored, config, residuals)
+                _continue_exactly(weight, stored, config, residuals)
                 stock._parameters[key] = weight
                 exact += 1
             else:
@@ -207,20 +219,16 @@ def _counts(*parts: tuple[str, int]) -> str:
     return "; ".join(f"{count} {what}" for what, count in parts if count)
 
 
-def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residuals: bool) -> None:
+def _continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residuals: bool) -> None:
     """Turn a trained weight into BF16 and a residual; the Parameter may already have an optimizer.
 
-    Args:
-        weight: the Parameter with the codes of `stored`.
-        stored: the exact value.
-        config: the model's configuration.
-        residuals: whether the bits below BF16 are kept for an optimizer.
+    `residuals` tells whether the bits below BF16 are kept for it.
     """
     weight.data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     split_parts(weight, stored.parts(), residual=residuals and config.keeps_residuals)
 
 
-def check_positive(name: str, scale: Tensor) -> None:
+def _check_positive(name: str, scale: Tensor) -> None:
     """Raise a ValueError, with the name, if scales are not finite or not positive."""
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(
@@ -251,7 +259,7 @@ def _fused_weight(name: str, weight: Tensor, scale: Tensor) -> FP8Weight:
             f"'{name}{_EXPERT_SCALES}' has shape {grid}, which does not divide {shape} into "
             "blocks: the checkpoint is broken"
         )
-    check_positive(f"{name}{_EXPERT_SCALES}", scale)
+    _check_positive(f"{name}{_EXPERT_SCALES}", scale)
     codes, scales = weight.detach().flatten(0, 1), scale.detach().float().flatten(0, 1)
     return FP8Weight(codes, scales, (shape[1] // grid[1], shape[2] // grid[2]))
 
@@ -283,3 +291,44 @@ def _stock_module(model: nn.Module, name: str, stocks: dict[str, nn.Module]) -> 
     module: Any = stocks[place].get_submodule(inner)
     module.config = model.get_submodule(name).config
     return module
+
+
+SAVED_DEQUANTIZED = (
+    "the model was loaded from an FP8 checkpoint and will be saved in its current dtype; stock "
+    "transformers would quantize all of its matrices and write no quantization_config"
+)
+
+
+def save_dequantized(model: nn.Module) -> int:
+    """Make transformers save a dequantized model in its present dtype.
+
+    A model that transformers (5.0 to 5.23) has dequantized keeps the conversion, and
+    transformers reverses it when it saves the model: all matrices, even embeddings and the output
+    layer, are quantized without a ``quantization_config`` in the file. A later load would take the
+    codes for weights. This function removes the operation from the model's conversions.
+
+    Args:
+        model: any model; the parts that transformers loaded are checked.
+    Returns:
+        The number of changed conversions; 0 on a second call.
+    """
+    dropped = 0
+    for module in model.modules():
+        conversions = vars(module).get("_weight_conversions")
+        if not conversions or getattr(module, "is_quantized", False):
+            continue
+        entries = []
+        for conversion in conversions:
+            operations = getattr(conversion, "operations", None) or []
+            others = [op for op in operations if type(op).__name__ != "Fp8Dequantize"]
+            if len(others) == len(operations):
+                entries.append(conversion)
+                continue
+            dropped += 1
+            if others:  # for example a merge of experts
+                sources = conversion._original_source_patterns
+                sources = [s for s in sources if not s.endswith(("_scale_inv", "activation_scale"))]
+                targets = conversion._original_target_patterns
+                entries.append(conversion.copy(sources, targets, operations=others))
+        module.__dict__["_weight_conversions"] = entries
+    return dropped
