@@ -34,6 +34,7 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
+from torch_fp8.tensor.split_weight import SplitWeight
 
 BLOCKS = {"8B": (LLAMA_3_1_8B, 8192), "1B": (LLAMA_3_2_1B, 16384)}
 BF16 = "BF16"
@@ -92,7 +93,10 @@ class Block(nn.Module):
                 self.layer = peers.torchao(self.layer, variant.removeprefix("torchao "))
         elif variant != BF16 and not self.mixed:
             convert_to_float8(self.layer, _options(variant))
-        state = scaling_state_dict(self.layer)  # as after an optimizer's step
+        for parameter in self.layer.parameters():  # as after an optimizer's step
+            if isinstance(parameter, SplitWeight):
+                parameter.halves.current_payload(parameter.halves.cast)
+        state = scaling_state_dict(self.layer)
         load_scaling_state_dict(self.layer, {key: torch.ones_like(x) for key, x in state.items()})
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
