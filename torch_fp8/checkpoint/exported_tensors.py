@@ -37,10 +37,11 @@ from torch_fp8.checkpoint.export_layers import (
 from torch_fp8.checkpoint.formats import FileFormat, export_format
 from torch_fp8.checkpoint.names import PLAIN, StoredPart, own_tensors, plain_dtype, stored_parts
 from torch_fp8.conversion.selection import first_reasons
-from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
+from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer, is_paused
+from torch_fp8.nn.scale_buffers import scaling_buffers
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import ScaleSource, delayed_scale, past_amax

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters, reshaped, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
-from torch_fp8.nn.delayed_scaling import graph_buffers
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
 from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
+from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.ops.scaled_mm import scaled_matmul
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
@@ -267,7 +267,7 @@ def _fits_graph(layer: Any, fp8: Any) -> bool:
 
 @torch.compiler.allow_in_graph
 def member_in_graph(
-    x: Tensor, i: int, num: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
+    x: Tensor, i: int, num: int, casts: tuple[str, bool], *tensors: Tensor | None
 ) -> Tensor:
     """Compute the output of member `i` as a single node of Dynamo's graph.
 
@@ -282,13 +282,13 @@ def member_in_graph(
     source = source_of(x)
     if only_shape_matters(x) or source is None:
         return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
-    text, ready, training = casts
+    text, training = casts
     key = tuple(id(weight) for weight in weights)
     if source.reads is None:
         source.reads = {}
     if key not in source.reads or source.reads[key][0]() is not x:
         written_in_backward(buffers[-1:])
-        options = graph_options(text, x.dtype, output_dtype(x), training, ready)
+        options = graph_options(text, x.dtype, output_dtype(x), training)
         options = options._replace(quantizers=options.quantizers_of(buffers))
         exchange = Exchange(options, [weight.shape[0] for weight in weights])
         joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))

@@ -22,12 +22,13 @@ class Saturation:
 
     Attributes:
         returns: whether casts use current scales now.
+        traced: whether torch.compile has traced a layer of the model.
         count: number of operands that have saturated so far, once for each step.
         members: the layers' `torch_fp8.nn.delayed_scaling.LayerScaling`.
     """
 
     def __init__(self) -> None:
-        self.returns, self.count = False, 0
+        self.returns, self.traced, self.count = False, False, 0
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pending: dict[int, tuple[Tensor, Any]] = {}
         self._jumped: set[int] = set()
