@@ -102,16 +102,16 @@ def test_eager_calls_nothing_that_it_can_do_without(run, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_of_a_block(rows, recipe):
-    most = {"tensorwise": 4150, "delayed": 4100, "rowwise": 4700, "blockwise": 4300}
+    most = {"tensorwise": 2800, "delayed": 2990, "rowwise": 3120, "blockwise": 3150}
     assert rows["training", recipe]["calls"] <= most[recipe]
-    assert rows["inference", recipe]["calls"] <= 6 * rows["inference", "BF16"]["calls"]
+    assert rows["inference", recipe]["calls"] <= 5 * rows["inference", "BF16"]["calls"]
 
 
 def test_calls_of_a_compiled_block(rows):
-    """Kernels that Inductor launches take the host little; as opaque calls, 0.70 and 3.3."""
+    """Kernels that Inductor launches take the host little; as opaque calls, 3.3 of BF16's."""
     what, fp8 = "training, compiled", "tensorwise"
     bf16, compiled = (rows[what, recipe, "compiled"] for recipe in ("BF16", fp8))
-    assert compiled["calls"] <= 0.42 * rows[what, fp8, "eager"]["calls"]
+    assert compiled["calls"] <= 0.6 * rows[what, fp8, "eager"]["calls"]
     assert compiled["calls"] <= 2.0 * bf16["calls"]
     assert bf16["kernels"] == 12
 

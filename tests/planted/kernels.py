@@ -29,6 +29,17 @@ FAULTS = {
         "a tape replays the random bits of its recording",
         "recorder.launched(self, args, runner if end is None else None)",
         "recorder.launched(self, args, runner)",
+        "a hook in place of Triton's chain sees no remembered launch",
+        "            has_hooks = True\n",
+        "            has_hooks = False\n",
+    ),
+    ("torch_fp8/kernels/launch_tape.py", "tests/torch_fp8/kernels/test_launch_tape.py"): (
+        "a tape is played although a kernel has hooks",
+        "type(tape) is Tape and tape.hooks == tape.no_hooks",
+        "type(tape) is Tape",
+        "a tape of another device is played",
+        "        known = (device, *key)\n",
+        "        known = (0, *key)\n",
     ),
     ("torch_fp8/kernels/grad_codec.py", f"{_SHUFFLED}[gradient]"): (
         "a new gradient of 8 bits has no multiplier",

@@ -80,7 +80,8 @@ def aligned_operand(x: QuantizedTensor) -> QuantizedTensor:
     For a scale at an unaligned address cuBLASLt chooses a kernel and then returns
     CUBLAS_STATUS_NOT_SUPPORTED.
     """
-    if not (x.qdata.storage_offset() or x.scale.storage_offset()):
+    scale_offset = x.scale.storage_offset() * x.scale.dtype.itemsize
+    if not (x.qdata.storage_offset() | scale_offset) % ALIGNMENT:
         return x
     return QuantizedTensor(aligned(x.qdata), aligned(x.scale), x.granularity)
 

@@ -5,6 +5,7 @@ import functools
 import pickle
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -502,6 +505,45 @@ def test_another_autocast_state_leaves_a_layer_apart(products):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_a_recipe_that_changes_between_calls_leaves_a_layer_apart(products):
+    model = _converted()
+    normed, key = model.norm(gaussian(32, SIZE).requires_grad_()), model.readers.key
+    outputs = [model.readers.query(normed)]
+    key.run_forward(replace(key.fp8.recipe, bf16_forward=True))
+    outputs += [key(normed), model.readers.value(normed)]
+    products.clear()
+    sum(y.sum() for y in outputs).backward()
+    assert len(products) == 2 + 2
+
+
+class Crossed(Readers):
+    """Key and value read another tensor than query, as in a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer = Norm(SIZE)
+
+    def forward(self, x):
+        memory = self.outer(x.flip(0))
+        return torch.cat([self.query(x), self.key(memory), self.value(memory)], -1)
+
+
+def test_key_and_value_of_another_input_share_their_backward(products):
+    got = []
+    for grouped in (True, False):
+        model = Model(Crossed)
+        convert_to_float8(model, FP8Config())
+        if not grouped:
+            _separate(model)
+        y = model(gaussian(32, SIZE).requires_grad_())
+        products.clear()
+        y.backward(gaussian(*y.shape, seed=2))
+        assert len(products) == (2 + 2 if grouped else 6)
+        got.append({n: p.grad for n, p in model.named_parameters()})
+    for name, grad in got[1].items():
+        assert sqnr_db(grad, got[0][name]) > 20, name
+
+
 def test_a_weight_that_is_replaced_between_calls_counts():
     model = _converted()
     normed = model.norm(gaussian(32, SIZE).requires_grad_())
@@ -663,10 +705,14 @@ def test_ddp_finds_layers_that_are_not_called():
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_our_reducer_averages_layers_that_share_their_backward(level, products):
-    model, config = Model(Choosing, torch.float32), FP8Config(opt_level=level)
+@pytest.mark.parametrize(("readers", "backward"), [(Choosing, 2), (Gated, 2 + 2)])
+def test_our_reducer_averages_layers_that_share_their_backward(level, readers, backward, products):
+    model, config = Model(readers, torch.float32), FP8Config(opt_level=level)
     convert_to_float8(model, config)
-    model.readers.value.bias.requires_grad_(False)  # DDP would wait for it
+    called, uncalled = model.readers.get_submodule(_members(readers)[1][8:]), None
+    if readers is Choosing:
+        uncalled = model.readers.value
+        uncalled.bias.requires_grad_(False)  # DDP would wait for it
     optimizer = torch.optim.AdamW(model.parameters())
     convert_optimizer(optimizer, config, model=model)
     ranks = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
@@ -675,11 +721,32 @@ def test_our_reducer_averages_layers_that_share_their_backward(level, products):
         loss = ranks(gaussian(32, SIZE, dtype=torch.float32)).sum()
         products.clear()
         loss.backward()
-        assert len(products) == 2
-        assert model.readers.value.weight.grad is None
-        assert model.readers.key.weight.grad is not None
+        assert len(products) == backward
+        assert uncalled is None or uncalled.weight.grad is None
+        assert called.weight.grad is not None
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("one_rank")
+@both_groups
+@pytest.mark.parametrize("in_unit", [True, False])
+def test_layers_in_one_unit_of_fsdp2_share_their_backward(readers, in_unit, products):
+    """A layer that FSDP2 gathers by itself leaves: the first member would need its weight early."""
+    mesh, got = init_device_mesh("cpu", (1,)), []
+    for grouped in (True, False):
+        model = _converted(grouped, readers=readers)
+        for module in () if in_unit else model.readers.children():
+            fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        y = model(gaussian(32, SIZE).requires_grad_())
+        products.clear()
+        y.backward(gaussian(*y.shape, seed=2))
+        down = 2 if readers is Gated else 0
+        assert len(products) == (2 + down if grouped and in_unit else 6)
+        got.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    for name, grad in got[1].items():
+        assert sqnr_db(grad, got[0][name]) > 20, name
 
 
 # The order in which gradients arrive.

@@ -12,9 +12,9 @@ from tests.internals import (
     worst_row_sqnr_db,
 )
 from torch_fp8.ops import gemm_operand, scaled_mm
-from torch_fp8.ops.gemm_operand import operand
+from torch_fp8.ops.gemm_operand import aligned_operand, operand
 from torch_fp8.ops.hardware import check_device
-from torch_fp8.ops.quantize import dequantize, quantize, quantize_layouts
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize, quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul, scaled_matmul_reference
 
 M, K, N = 384, 512, 320
@@ -293,3 +293,15 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
     assert (in_gemm is not None) == fits
     if fits:
         assert in_gemm.shape == (48,)
+
+
+@pytest.mark.parametrize("part", ["qdata", "scale"])
+def test_an_operand_in_the_middle_of_memory_is_copied(part):
+    memory = {"qdata": torch.ones(257).to(torch.float8_e4m3fn), "scale": torch.ones(2)}
+    start = {"qdata": 0, "scale": 0, part: 1}
+    qdata = memory["qdata"][start["qdata"] :][:256].view(16, 16)
+    given = QuantizedTensor(qdata, memory["scale"][start["scale"]], "tensorwise")
+    aligned = aligned_operand(given)
+    assert getattr(given, part).storage_offset() == 1
+    assert getattr(aligned, part).storage_offset() == 0
+    assert torch.equal(dequantize(aligned), dequantize(given))
