@@ -183,7 +183,7 @@ def write_folder(
         format=format.name,
         recipe=format.recipe,
         fp8=tuple(tensors.fp8),
-        kept=tuple(tensors.kept),
+        kept=tuple(tensors.bf16),
         recast=tuple(tensors.recast),
         ignored=tuple(tensors.ignored),
         num_elements=sum(item.tensor.numel() for item in in_fp8),
@@ -324,7 +324,7 @@ def weights_for_engine(
     if engine == "bf16":
         return iter(exported_tensors(root, None, fold, whole))
     tensors = exported_tensors(root, "fine-grained", fold, whole, in_bf16=_IN_BF16, paused=True)
-    for name, reason in tensors.kept:
+    for name, reason in tensors.bf16:
         raise ValueError(
             f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
             f"convert the model with {name!r} in skip, and make the engine skip it too"

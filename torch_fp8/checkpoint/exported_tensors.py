@@ -127,7 +127,7 @@ class ExportedTensors:
         format: the format, with its recipe, or None if all tensors are plain.
         items: the tensors of the model, in its order.
         fp8: the names of the layers that are in FP8.
-        kept: (name, reason) of layers that run in FP8 but are written in BF16.
+        bf16: (name, reason) of layers that run in FP8 but are written in BF16.
         recast: the names of the expert modules whose FP8 values differ from training's.
         ignored: the names of the linear layers and routers that are not in FP8.
     """
@@ -138,7 +138,7 @@ class ExportedTensors:
     format: FileFormat | None
     items: list[_Item] = field(default_factory=list)
     fp8: list[str] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
+    bf16: list[tuple[str, str]] = field(default_factory=list)
     recast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
@@ -296,7 +296,7 @@ def exported_tensors(
             is_fp8 = isinstance(module, Float8Experts)
             export.ignored += ignored_experts(fused, format) if reason else []
         if is_fp8 and reason:
-            export.kept.append((name, reason))
+            export.bf16.append((name, reason))
         elif is_fp8:
             export.fp8.append(name)
             export.recast += [name] if fused and format and format.block == FROZEN_BLOCK else []
@@ -328,7 +328,7 @@ def exported_tensors(
     if format is not None and not export.fp8:
         raise ValueError(
             f"format {format.name!r} cannot store any of the model's FP8 layers: "
-            + first_reasons(export.kept, 3)
+            + first_reasons(export.bf16, 3)
         )
     refuse_ambiguous(export.fp8, export.ignored)
     return export
