@@ -152,6 +152,23 @@ def _nothing_compiled_before():
 
 
 @pytest.fixture
+def spy(monkeypatch):
+    """``spy(owner, name, note)``: what ``note`` returns for the arguments of each later call."""
+
+    def install(owner, name, note):
+        noted, original = [], getattr(owner, name)
+
+        def call(*args, **kwargs):
+            noted.append(note(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+        return noted
+
+    return install
+
+
+@pytest.fixture
 def te(monkeypatch):
     """``transformer_engine.pytorch`` on the CPU: a stub."""
     from tests.internals import transformer_engine

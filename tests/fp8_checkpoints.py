@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from tests.internals import SAVE_FORMATS
+from tests.models import llama
+from torch_fp8 import convert_to_float8
 
 EXPORTS = [(format, recipe) for format, recipes in SAVE_FORMATS.items() for recipe in recipes]
 E4M3_MAX = 448.0
@@ -99,23 +101,25 @@ def write(folder, state, config, suffix="_scale_inv", shards=1, blocks=None):
 
 def tiny_llama(**changes):
     """A Llama in BF16 with two layers whose matrices divide into blocks of 128 x 128."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    options = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+    options = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256}
+    options |= {"num_attention_heads": 2, "max_position_embeddings": 64, "dtype": "bfloat16"}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(options | changes)))
+    model = llama(**options | {"tie_word_embeddings": False} | changes)
     for parameter in model.parameters():  # the rotary frequencies stay float32
         parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def adapted(model, config=None, std=0.05, **options):
+    """Give a model LoRA adapters whose product is not zero; convert it if there is a `config`."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(**{"r": 4, **options}))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    if config is not None:
+        convert_to_float8(model, config)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -16,7 +16,7 @@ def llama_config(**sizes: Any) -> Any:
     """Return a small Llama's configuration, with `sizes` in place of the usual ones."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_SIZES | sizes)
+    return LlamaConfig(**SIZES | sizes)
 
 
 def llama(**sizes: Any) -> Any:

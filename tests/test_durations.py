@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests import durations
 
@@ -54,3 +55,17 @@ def test_every_file_of_the_record_is_there():
     """A file that was moved would be taken for a short one."""
     files = {name.partition("::")[0] for name in json.loads(durations.RECORD.read_text())}
     assert [name for name in sorted(files) if not (ROOT / name).is_file()] == []
+
+
+class Item:
+    def __init__(self, *values):
+        self.nodeid, self.marks = "tests/a.py::test_b[c]", []
+        self.callspec = SimpleNamespace(params=dict(enumerate(values)))
+        self.add_marker, self.get_closest_marker = self.marks.append, {}.get
+
+
+def test_a_costly_parametrized_test_has_samples_and_fast_takes_those_of_half_a_second():
+    items = [Item(x, y) for x in "abcd" for y in "ab"]
+    durations.mark_samples(items, {"tests/a.py::test_b": 1.2})
+    marks = sorted(mark for item in items for mark in item.marks)
+    assert marks == ["combination"] * 4 + ["costly"] * 3

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.internals import REMOVED, convert_optimizer_file
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
-    convert_to_float8,
     load_trainable,
     merged_state_dict,
 )
@@ -46,9 +46,7 @@ def training(name="", **options):
     model.to(torch.bfloat16 if name.startswith("bf16") else torch.float32)
     level = "O3" if name.startswith("o3") else "O2"
     config = FP8Config(recipe="tensorwise", opt_level=level, **options)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-2)
     step(model, optimizer)
     return model, optimizer
 

@@ -29,9 +29,9 @@ from torch_fp8.checkpoint.names import homes_of, stored_parts
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.revert import load_scaling_state_dict
-from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scale_buffers import BUFFERS
 from torch_fp8.optim.state import MIN_NUMEL
 from torch_fp8.quantization.split_float import RESIDUAL_BITS, split
 from torch_fp8.tensor.frozen_payload import FP8Weight, freeze_tensor

@@ -27,7 +27,14 @@ from benchmarks.evidence.generated_code import Code, code_of
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B, LLAMA_3_2_1B
-from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    load_scaling_state_dict,
+    scaling_state_dict,
+)
+from torch_fp8.tensor.split_weight import SplitWeight
 
 BLOCKS = {"8B": (LLAMA_3_1_8B, 8192), "1B": (LLAMA_3_2_1B, 16384)}
 BF16 = "BF16"
@@ -86,10 +93,11 @@ class Block(nn.Module):
                 self.layer = peers.torchao(self.layer, variant.removeprefix("torchao "))
         elif variant != BF16 and not self.mixed:
             convert_to_float8(self.layer, _options(variant))
-        for module in self.layer.modules():  # as after an optimizer's step
-            if isinstance(module, Float8Linear) and module.fp8.scaling is not None:
-                history, scales = module.scaling_state
-                module.load_scaling_state(history.fill_(1), scales)
+        for parameter in self.layer.parameters():  # as after an optimizer's step
+            if isinstance(parameter, SplitWeight):
+                parameter.halves.current_payload(parameter.halves.cast)
+        state = scaling_state_dict(self.layer)
+        load_scaling_state_dict(self.layer, {key: torch.ones_like(x) for key, x in state.items()})
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.mixed):

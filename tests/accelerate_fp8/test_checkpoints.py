@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.accelerate_fp8.trainers import rows_of, trainer_of
 from tests.internals import SplitWeight, load_history, save_history
 from torch_fp8 import convert_to_float8, scaling_state_dict
 
@@ -153,30 +154,16 @@ def test_state_moves_between_stock_training_and_fp8(accelerate, tmp_path, saved,
 
 @pytest.mark.long
 def test_trainer_resumes_delayed_scaling_exactly(accelerate, tiny_model, tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("TORCH_FP8_CONFIG", DELAYED.to_json())
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(4, 32, (16, 12), generator=generator)
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
 
     def train(resume=None):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / "trainer"),
-            max_steps=6,
-            save_steps=3,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        model = AutoModelForCausalLM.from_pretrained(tiny_model)
-        trainer = Trainer(model, arguments, train_dataset=rows)
+        options = {"save_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+        folder = tmp_path / "trainer"
+        trainer = trainer_of(folder, tiny_model, rows_of(), max_steps=6, **options)
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         return trainer.model
 

@@ -98,8 +98,7 @@ def test_launched_modules_of_trl(trl, forked_python, script, rows, extra):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "rows", "extra"),
-    [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, SAMPLE)],
+    ("command", "rows", "extra"), [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, SAMPLE)]
 )
 def test_command_of_trl(trl, forked_python, command, rows, extra):
     # It hands what it does not know on to Accelerate's launcher.

@@ -12,15 +12,13 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("trl")
 
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from tests.accelerate_fp8.vllm_stub import LLM, Client, Engine, OldRunner, Runner
-from tests.fp8_checkpoints import tiny_llama
+from tests.fp8_checkpoints import adapted, tiny_llama
 from tests.internals import Float8FrozenWeight, engine_sync, rollouts, why_not_folded
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 
@@ -28,18 +26,12 @@ LIFE = ["initialize_layerwise_reload", "load_weights", "finalize_layerwise_reloa
 MODES = ["colocate", "server"]
 
 
-def adapted(folder, recipe="blockwise", **options):
-    torch.manual_seed(0)
+def adapted_in(folder, recipe="blockwise", **options):
     biased = "lora_bias" in options
     plain = tiny_llama(num_hidden_layers=1, attention_bias=biased, mlp_bias=biased)
     plain.save_pretrained(folder)
-    targets = ["q_proj", "up_proj"]
-    model = get_peft_model(plain, LoraConfig(r=4, target_modules=targets, **options))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    convert_to_float8(model, FP8Config(recipe=recipe))
-    return model
+    options["target_modules"] = ["q_proj", "up_proj"]
+    return adapted(plain, FP8Config(recipe=recipe), **options)
 
 
 def generation_of(model, engine, mode, runner=Runner):
@@ -69,7 +61,7 @@ def said(monkeypatch):
 
 def test_many_syncs_leave_the_base_bit_identical(tmp_path, said):
     """Merging in place, as TRL does it, changes a quarter of a BF16 base in a thousand."""
-    model = adapted(tmp_path)
+    model = adapted_in(tmp_path)
     frozen = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
     assert len(frozen) == 7
     before = [(id(p), p.qdata.clone(), p.scale.clone()) for p in frozen]
@@ -142,7 +134,7 @@ def test_rloo_does_not_ask_vllm_for_log_probabilities(lab, said, monkeypatch):
 
 
 def test_an_engine_without_the_reload_gets_all_parts_at_once(tmp_path, said):
-    model = adapted(tmp_path)
+    model = adapted_in(tmp_path)
     for quantization in (None, "fp8_per_block"):
         engine = Engine(tmp_path, quantization)
         generation_of(model, engine, "colocate", OldRunner).sync_weights()
@@ -165,7 +157,7 @@ def test_scales_that_the_engine_does_not_make_are_told_of(tmp_path, said):
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
 def test_adapters_that_do_more_than_add_are_merged_by_trl(tmp_path, said, options):
-    model = adapted(tmp_path, **options)
+    model = adapted_in(tmp_path, **options)
     assert why_not_folded(model) is not None
     with pytest.raises(ValueError, match="does more than add to the weight"):
         dict(weights_for_engine(model))
@@ -194,7 +186,7 @@ class FromCheckpoint(Runner):
 
 
 def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(tmp_path, monkeypatch):
-    model = adapted(tmp_path)
+    model = adapted_in(tmp_path)
     monkeypatch.setattr(FromCheckpoint, "config", {"weight_block_size": [128, 128]})
     engine, taken = Engine(tmp_path, "fp8"), {}
 
@@ -216,7 +208,7 @@ def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(tmp_path, monke
 def test_an_engine_of_another_quantized_checkpoint_is_refused(tmp_path, quantization):
     """It would take BF16 values for FP8 codes."""
     engine = Engine(tmp_path, quantization)
-    generation = generation_of(adapted(tmp_path), engine, "colocate", FromCheckpoint)
+    generation = generation_of(adapted_in(tmp_path), engine, "colocate", FromCheckpoint)
     with pytest.raises(ValueError, match=f"vLLM runs with quantization='{quantization}'"):
         generation.sync_weights()
     assert engine.syncs == 0

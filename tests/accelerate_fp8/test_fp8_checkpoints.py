@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, __version__
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from tests.fp8_checkpoints import FINE_GRAINED, exact, tiny_llama, write, write_llama
+from tests.moe_models import moe_model
 from torch_fp8 import merged_state_dict
 
 STOCK_BREAKS = tuple(map(int, __version__.split(".")[:2])) < (5, 24)
@@ -207,25 +208,10 @@ def test_transformers_own_fp8_layers_stay_where_weights_are_kept(
 
 
 def _qwen_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    model = Qwen3MoeForCausalLM(config)
+    sizes = {"vocab_size": 256, "hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "dtype": "bfloat16"}
+    model = moe_model("Qwen3Moe", **sizes, tie_word_embeddings=False)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model

@@ -6,13 +6,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
 
 from tests.fp8_checkpoints import tiny_llama
-from tests.internals import (
-    Float8Layer,
-    WeightQuantizer,
-    current_pass,
-    linear_function,
-    quantizer,
-)
+from tests.internals import Float8Layer, WeightQuantizer, current_pass, linear_function, quantizer
 from torch_fp8 import FP8Config, convert_to_float8, rollout
 from torch_fp8.ops.quantize import dequantize
 
@@ -61,16 +55,8 @@ WAYS = {"plain": plain, "batched": batched, "static": static, "continuous": cont
 
 
 @pytest.fixture
-def casts(monkeypatch):
-    places: list[int] = []
-    original = quantizer.quantize_layouts
-
-    def counted(x, *args, **kwargs):
-        places.append(x.data_ptr())
-        return original(x, *args, **kwargs)
-
-    monkeypatch.setattr(quantizer, "quantize_layouts", counted)
-    return places
+def casts(spy):
+    return spy(quantizer, "quantize_layouts", lambda x, *_, **options: x.data_ptr())
 
 
 def weights_of(model):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from tests.accelerate_fp8.trainers import rows_of, trainer_of
 from tests.internals import Float8Layer, is_paused, read_run
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -21,18 +21,8 @@ def launched(accelerate, monkeypatch):
 
 
 def _trainer(folder, model, steps, **options):
-    tokens = torch.randint(4, 32, (32, 12), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        logging_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **{"per_device_train_batch_size": 2, **options},
-    )
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    return Trainer(AutoModelForCausalLM.from_pretrained(model), arguments, train_dataset=rows)
+    options = {"logging_steps": 2, "per_device_train_batch_size": 2, **options}
+    return trainer_of(folder, model, rows_of(32), max_steps=steps, **options)
 
 
 def _outlier(trainer, steps):

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from accelerate_fp8 import FP8Config
+from tests.accelerate_fp8.trainers import trainer_of
 from tests.internals import Float8Optimizer
 
 RELEASE = FP8Config(gradient_release=True)
@@ -41,16 +42,10 @@ def test_clipping_is_refused_and_measuring_is_not(accelerator_with):
     ids=["clipping", "accumulation", "runs"],
 )
 def test_trainer(accelerate, tiny_model, tmp_path, monkeypatch, options, refusal):
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("TORCH_FP8_CONFIG", RELEASE.to_json())
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 32
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, **options
-    )
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer = trainer_of(tmp_path, tiny_model, rows, max_steps=2, **options)
     if refusal is None:
         trainer.train()
         assert isinstance(trainer.optimizer.optimizer, Float8Optimizer)

@@ -101,7 +101,6 @@ def test_it_is_what_the_trainer_sampled_and_scored(lab, monkeypatch):
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_sampled_logprobs_are_those_of_the_logits(tiny_model, chunk):
     """Whatever else is forwarded before; padding is on the left, and one sequence ends early."""
-    torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     ids = torch.randint(4, 64, (3, 7))
     attention = torch.ones_like(ids)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
+from tests.accelerate_fp8.trainers import rows_of, trainer_of
 from tests.internals import Float8Optimizer, SplitWeight, post_init
 
 
@@ -85,42 +86,23 @@ def test_another_precision_stays(tmp_path, monkeypatch, launcher, options, preci
 
 @pytest.mark.usefixtures("launched")
 def test_data_parallel_is_refused(tmp_path, tiny_model):
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}]
-    trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(tiny_model), arguments, train_dataset=rows
-    )
-    arguments._n_gpu = 2
+    trainer = trainer_of(tmp_path, tiny_model, rows_of(), max_steps=1)
+    trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match=r"DataParallel.*2 GPUs.*--multi_gpu"):
         trainer.train()
 
 
 @pytest.mark.usefixtures("launched")
 def test_trainer_with_accumulation_and_clipping_ends_with_the_best_weights(tmp_path, tiny_model):
-    tokens = torch.randint(4, 32, (16, 12), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=6,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=8,
-        learning_rate=0.3,  # the loss grows: an early checkpoint is the best
-        warmup_steps=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        load_best_model_at_end=True,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8])
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "warmup_steps": 4}
+    options |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 8}
+    options |= {"eval_strategy": "steps", "load_best_model_at_end": True}
+    options |= dict.fromkeys(("eval_steps", "save_steps"), 2)
+    options["learning_rate"] = 0.3  # the loss grows: an early checkpoint is the best
+    trainer = trainer_of(tmp_path, tiny_model, rows_of(), rows_of()[:8], max_steps=6, **options)
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
     assert isinstance(optimizer, Float8Optimizer)
     assert isinstance(weight, SplitWeight)
     assert optimizer.state[weight]["step"] == 6
@@ -152,18 +134,8 @@ def test_saved_model_has_the_dtypes_that_bf16_training_saves(
         launched.setenv("ACCELERATE_MIXED_PRECISION", precision)
         AcceleratorState._reset_state(reset_partial_state=True)
         folder = tmp_path / precision
-        arguments = TrainingArguments(
-            str(folder),
-            max_steps=2,
-            save_steps=2,
-            learning_rate=1e-3,
-            bf16=True,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
-        trainer = Trainer(model, arguments, train_dataset=rows)
+        options = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-3, "bf16": True}
+        trainer = trainer_of(folder, tiny_model, rows, load={"dtype": dtype}, **options)
         trainer.train()
         trainer.save_model(str(folder / "final"))
         accelerator = trainer.accelerator
@@ -190,12 +162,11 @@ def test_saved_model_has_the_dtypes_that_bf16_training_saves(
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_tokens_that_are_added_after_training_are_saved(tmp_path, tiny_model, tied):
     rows = [{"input_ids": torch.arange(4, 16), "labels": torch.arange(4, 16)}] * 4
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no"
-    )
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied)
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    load = {"tie_word_embeddings": tied}
+    options = {"max_steps": 1, "save_strategy": "no"}
+    trainer = trainer_of(tmp_path, tiny_model, rows, load=load, **options)
     trainer.train()
+    model = trainer.model
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, SplitWeight)
     trained = embedding.detach().clone()

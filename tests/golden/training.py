@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models import SIZES
 from torch_fp8 import Float8Linear
 
 STEPS, SAVED_AFTER = 30, 20
@@ -30,17 +31,8 @@ MAX_NORM = 0.5
 """Under what the gradients have, so that every step is clipped."""
 NUM_TEXTS = 4
 """Batches repeat after as many, so that the loss falls."""
-LLAMA = {
-    "vocab_size": 96,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+LLAMA = SIZES | {"vocab_size": 96, "hidden_size": 96, "intermediate_size": 160, "head_dim": 24}
+LLAMA |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:

@@ -83,7 +83,6 @@ def test_a_model_with_gradients_moves_to_the_cpu_and_back(level):
 
 
 def test_compiled_layer_gives_the_same_values(recipe):
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(CUDA)
     torch_fp8.convert_to_float8(model, FP8Config(recipe=recipe))
     twin = copy.deepcopy(model)
@@ -113,19 +112,12 @@ def test_a_recipe_that_the_card_lacks_runs_emulated_when_asked():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, monkeypatch):
+def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, spy):
     try:
         check_device(CUDA, recipe, emulate=False)
     except ValueError as error:
         pytest.skip(str(error))
-    cast = []
-    original = halves_module.quantize_layouts
-
-    def counted(x, *args, **kwargs):
-        cast.append(tuple(x.shape))
-        return original(x, *args, **kwargs)
-
-    monkeypatch.setattr(halves_module, "quantize_layouts", counted)
+    cast = spy(halves_module, "quantize_layouts", lambda x, *_, **options: tuple(x.shape))
     weights = []
     for kept in (False, True):
         cast.clear()

@@ -12,11 +12,9 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from tests.steps import train_steps
+from tests.steps import adamw, train_steps
 from torch_fp8 import (
     FP8Config,
-    convert_optimizer,
-    convert_to_float8,
     memory_report,
     merged_state_dict,
 )
@@ -58,9 +56,7 @@ def _made(options, recipe="tensorwise"):
         model = Block()
         tokens = torch.randint(96, (2, 16))
     config = FP8Config(recipe=recipe, **options)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-2, foreach=False)
     return model, optimizer, tokens
 
 

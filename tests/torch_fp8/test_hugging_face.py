@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
 
 from tests.internals import Float8Conv1D, sqnr_db
+from tests.models import SIZES
 from tests.saved_activations import count_saved
 from tests.steps import train_steps
 from torch_fp8 import (
@@ -22,17 +23,8 @@ from torch_fp8 import (
     revert,
 )
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+TINY = SIZES | {"intermediate_size": 176, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0}
+TINY |= {"max_position_embeddings": 128}
 RMS_NORMS = {"input_layernorm", "post_attention_layernorm", "norm"}
 GEMMA = RMS_NORMS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 FAMILIES = {  # what is converted of each: the last components of the names
@@ -92,7 +84,6 @@ def test_an_mlp_that_has_up_first():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_lora_on_a_joined_layer(recipe):
     """PEFT around gate_up_proj: adapters train as around the unconverted model."""
-    torch.manual_seed(0)
     config = AutoConfig.for_model("phi3", **{**TINY, "num_hidden_layers": 1})
     lora = LoraConfig(r=8, target_modules=["gate_up_proj"], init_lora_weights=False)
     stock = get_peft_model(AutoModelForCausalLM.from_config(config).bfloat16(), lora)
@@ -112,7 +103,6 @@ def test_lora_on_a_joined_layer(recipe):
 
 @pytest.mark.parametrize("family", ["cohere", "opt", "llama"])
 def test_the_input_of_q_k_and_v_is_cast_once(family):
-    torch.manual_seed(0)
     more = {"ffn_dim": 128, "word_embed_proj_dim": 64} if family == "opt" else {}
     config = AutoConfig.for_model(family, **{**TINY, "num_hidden_layers": 1}, **more)
     model = AutoModelForCausalLM.from_config(config).bfloat16()

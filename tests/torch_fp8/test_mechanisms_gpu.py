@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.internals import CastOptions, links, make_recipe, sqnr_db
 from tests.models import llama
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from tests.steps import adamw
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, scaled_grouped_matmul
 
@@ -109,9 +110,7 @@ def test_steps_of_a_llama_lose_what_they_lose_on_the_cpu(device, options):
         torch.manual_seed(0)
         model = llama(hidden_size=128, head_dim=64).to(place)
         config = FP8Config(recipe="tensorwise", **options)
-        convert_to_float8(model, config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        convert_optimizer(optimizer, config, model=model)
+        optimizer, _ = adamw(model, config, lr=1e-3)
         generator = torch.Generator().manual_seed(1)
         for count in TOKENS:
             tokens = torch.randint(64, (2, count), generator=generator).to(place)

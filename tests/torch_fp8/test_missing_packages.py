@@ -7,7 +7,8 @@ import torch
 
 from tests.internals import RunLog
 from tests.processes import ran
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from tests.steps import adamw
+from torch_fp8 import FP8Config
 
 pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).with_name("missing_packages.py")
@@ -35,9 +36,7 @@ def inputs(tmp_path_factory):
     model.save_pretrained(folder / "model")
     config = FP8Config(checkpoint_states="fp8")
     layer = torch.nn.Linear(64, 64)
-    convert_to_float8(layer, config)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    convert_optimizer(optimizer, config, model=layer)
+    optimizer, _ = adamw(layer, config)
     layer(torch.ones(16, 64)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")

@@ -42,7 +42,6 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_gated_norms_train(name):
-    torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**ANY, **MODELS[name])
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     gated = [m for m in model.modules() if "Gated" in type(m).__name__]

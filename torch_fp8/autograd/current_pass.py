@@ -146,7 +146,7 @@ def warn_of_decoding() -> None:
 
 
 def warn_of_disabled_autocast(name: str) -> None:
-    """Warn once if autocast, which the layer `name` finds off, is on around the present region.
+    """Warn once if autocast, which the layer `name` finds off, is on around the current region.
 
     A layer cannot know the region's purpose: with weights in BF16 no loop uses autocast.
     """
@@ -184,7 +184,7 @@ def is_traced() -> bool:
 
 
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward that this code runs in, as a checkpoint's; -1: in none."""
+"""Return the number of the backward that runs this code, as in a checkpoint, or -1 if none."""
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 

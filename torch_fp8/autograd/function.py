@@ -77,7 +77,7 @@ def is_asked_for(ctx: Any, i: int) -> bool:
 
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Return whether the running backward runs this node, which is no leaf that it returns."""
+"""Return whether the running backward runs this node, which is not a leaf that it returns."""
 
 
 def is_returned(ctx: Any, i: int) -> bool:

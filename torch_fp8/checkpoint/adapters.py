@@ -71,7 +71,7 @@ def refuse_prompts(model: nn.Module) -> None:
             raise ValueError(
                 f"the {type(module).__name__} learns a prompt, which is not part of a weight, so "
                 "no FP8 checkpoint can store it; adapters='apart' writes only the base, for an "
-                "engine that serves the prompt from model.save_pretrained beside it"
+                "engine that also serves the prompt, which model.save_pretrained writes"
             )
 
 
@@ -113,7 +113,7 @@ class AdapterFold:
             self._refuse_tied(model)
 
     def _refuse_tied(self, model: nn.Module) -> None:
-        """Refuse adapters that make a tied weight two weights: engines tie them, and lose one."""
+        """Refuse adapters that turn a tied weight into two: engines tie them, and lose one."""
         chosen = dict(self.walk(model))
         sharing: dict[int, dict[int, str]] = {}
         for name, module in AdapterFold(model, merge=False).walk(model):
@@ -258,7 +258,7 @@ class SmoothFold:
         return layer in self._factors
 
     def weight(self, layer: Any, weight: Tensor) -> Tensor:
-        """Return the stored weight of an FP8 layer, or of None, with its factors."""
+        """Return a stored weight with the factors of its FP8 layer, if that has any."""
         factors = self._factors.get(layer)
         if factors is None:
             return weight

@@ -57,7 +57,7 @@ def take_over(
         model: any model, which is converted afterwards.
         config: the configuration; level O1, ``frozen_weights="keep"`` and another backend leave the
             layers as they are.
-        device: the device on which the model will run, or None for its present device.
+        device: the device on which the model will run, or None for its current device.
         trained: whether an optimizer will use residuals; a model for evaluation needs none.
         sharded: whether ``fully_shard`` comes next. It replaces the Parameters to which residuals
             are attached, so none are created; a model that is already sharded gets none either.
@@ -124,7 +124,7 @@ def _take_over_layers(
 
 
 def _scale_name(module: nn.Module) -> str:
-    """Return the attribute with the scales of another library's FP8 layer; empty if it is none."""
+    """Return the attribute with the scales of another library's FP8 layer, or "" if it is none."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.is_meta:
         return ""
@@ -222,7 +222,7 @@ def _counts(*parts: tuple[str, int]) -> str:
 def _continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residuals: bool) -> None:
     """Turn a trained weight into BF16 and a residual; the Parameter may already have an optimizer.
 
-    `residuals` tells whether the bits below BF16 are kept for it.
+    `residuals` says whether the bits below BF16 are kept for the optimizer.
     """
     weight.data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     split_parts(weight, stored.parts(), residual=residuals and config.keeps_residuals)
@@ -300,7 +300,7 @@ SAVED_DEQUANTIZED = (
 
 
 def save_dequantized(model: nn.Module) -> int:
-    """Make transformers save a dequantized model in its present dtype.
+    """Make transformers save a dequantized model in its current dtype.
 
     A model that transformers (5.0 to 5.23) has dequantized keeps the conversion, and
     transformers reverses it when it saves the model: all matrices, even embeddings and the output

@@ -142,8 +142,8 @@ def export(
         raise ValueError(
             f"'{adapted[0]}' has an adapter, and no FP8 format can store one: adapters='merge' "
             "merges all adapters into the weights, which loses what is below the resolution of "
-            "FP8; adapters='apart' writes only the base, for an engine that serves the adapter "
-            "from model.save_pretrained beside it"
+            "FP8; adapters='apart' writes only the base, for an engine that also serves the "
+            "adapter, which model.save_pretrained writes"
         )
     tensors = exported_tensors(root, format, fold_of(model, root, adapters or "merge"))
 

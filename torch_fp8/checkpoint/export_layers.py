@@ -1,6 +1,6 @@
 """Which FP8 layers and experts a format, and the engines that read it, can hold in FP8.
 
-What an export refuses is a ValueError that names the layer and a way out.
+A refusal is a ValueError that names the layer and a way out.
 """
 
 import re
@@ -36,7 +36,7 @@ def held_layers(
     heads: Collection[nn.Module],
     format: FileFormat,
 ) -> dict[str, str]:
-    """Return for each FP8 layer why it cannot be written in FP8; an empty string if it can.
+    """Return for each FP8 layer why it cannot be written in FP8, or an empty string if it can.
 
     Args:
         model: the transformers model, whose configuration has the numbers of heads.
@@ -100,7 +100,7 @@ def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
 def held_experts(
     name: str, module: nn.Module, parts: Mapping[str, Sequence[StoredPart]], format: FileFormat
 ) -> str:
-    """Return why fused weights of experts cannot be written in FP8; an empty string if they can.
+    """Return why fused weights of experts cannot be written in FP8, or "" if they can.
 
     Args:
         name: the module's qualified name.
@@ -231,5 +231,5 @@ def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
         is_finite &= not bool((codes.view(torch.uint8) & _NAN_BITS == _NAN_BITS).any())
     if not is_finite:
         raise ValueError(
-            f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"
+            f"'{key}' holds an Inf or NaN, so training has diverged; export an earlier checkpoint"
         )

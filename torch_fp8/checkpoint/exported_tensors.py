@@ -3,7 +3,7 @@
 A weight in FP8 has exactly the bytes that the layer's forward multiplies by. If that is not
 possible (its sides do not fit the blocks, or a weight that engines fuse with it is not in FP8), it
 is written in BF16 if BF16 holds the same values exactly, as it does for power-of-two scales;
-otherwise it is refused by its name. So engines serve the values of training.
+otherwise an error names it. So engines serve the values of training.
 
 Fused experts become a matrix for each expert and projection. They run with a scale for each row,
 whatever the recipe of other layers (`torch_fp8.nn.experts.expert_recipe`). Formats with a scale for
@@ -12,7 +12,7 @@ weights are cast again in these blocks. The values differ from training's, but a
 weights, and the report says so. Other formats get BF16.
 
 `ExportedTensors` is one generator of (name, tensor), for files and for engines. Its dry run on the
-meta device, `ExportedTensors.planned`, tells names, shapes and dtypes before a value is computed.
+meta device, `ExportedTensors.planned`, has names, shapes and dtypes before a value is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +37,11 @@ from torch_fp8.checkpoint.export_layers import (
 from torch_fp8.checkpoint.formats import FileFormat, export_format
 from torch_fp8.checkpoint.names import PLAIN, StoredPart, own_tensors, plain_dtype, stored_parts
 from torch_fp8.conversion.selection import first_reasons
-from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
+from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer, is_paused
+from torch_fp8.nn.scale_buffers import scaling_buffers
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import ScaleSource, delayed_scale, past_amax
@@ -151,7 +152,7 @@ class ExportedTensors:
 
     @torch.no_grad()
     def _tensors(self, item: _Item, dry: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for all parts of a tensor; `dry`: on the meta device."""
+        """Yield (name, tensor) for all parts of a tensor, on the meta device if `dry`."""
         key, form, layer = item.key, item.form, item.layer
         if dry:
             dtype = self.source.dtype(key, item.tensor)
@@ -261,9 +262,9 @@ def exported_tensors(
         name: the name of the format, or None if all tensors are plain.
         fold: the adapters to fold into weights or to leave out.
         source: the source of the tensors' values, or None for the model.
-        in_bf16: the end of the error if BF16 cannot hold the weights that the format holds, for an
-            engine that casts them to it itself, and experts in its own way, or None for FP8.
-        paused: whether paused layers count as FP8, as they must for an engine that stays up.
+        in_bf16: the end of the error if BF16 cannot hold a layer's FP8 values, for an engine that
+            casts BF16 weights to the format, and experts in its own way; None writes FP8.
+        paused: whether paused layers count as FP8, as they must for an engine that keeps running.
     Raises:
         ValueError: the format cannot hold a layer or express the recipe; the error names both and a
             way out.

@@ -229,7 +229,7 @@ def refuse_existing(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which is renamed to `path` after the block succeeds.
+    """Yield a temporary folder next to `path`, renamed to `path` after the block succeeds.
 
     If the block raises an exception, the temporary folder is removed.
 

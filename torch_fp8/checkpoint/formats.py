@@ -125,7 +125,7 @@ class FileFormat:
             key: the weight's key.
             weight, scale: the two tensors, which may be on the meta device.
         Raises:
-            ValueError: no declared block fits; the weight is no matrix; the scales are no floats.
+            ValueError: no declared block fits; the weight is no matrix, or scales are not floats.
         """
         shape, grid = tuple(weight.shape), tuple(scale.shape)
         if len(shape) != 2:
@@ -328,7 +328,7 @@ class Method(NamedTuple):
 
     Attributes:
         describe: the function from a format to its entry, without the layers that are not in FP8.
-        parse: its inverse, or None for another algorithm; the text names the file in errors.
+        parse: its inverse, which returns None for other algorithms; its text names the file.
         scale_suffix: the text after ``X.weight`` in the key of the scales.
         ignored: the key of the entry that names the layers that are not in FP8.
     """

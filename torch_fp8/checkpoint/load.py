@@ -36,7 +36,7 @@ Place = Callable[[str, nn.Module, Read], Tensor]
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Create parameters without values on the meta device, but computed buffers not."""
+    """Creates parameters without values, on the meta device; computed buffers have theirs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,7 +93,7 @@ class QuantizedFiles(SafetensorsFiles):
             if self.format is None and tensor.dtype in codes:
                 raise ValueError(
                     f"{key!r} in {str(self.path)!r} holds FP8 codes, but there is no config.json "
-                    "beside it with a quantization_config that describes their scales; copy the "
+                    "next to it with a quantization_config that describes their scales; copy the "
                     "config.json that was exported with it. Nothing was loaded"
                 )
             if tensor.dtype == torch.float8_e5m2:
@@ -105,7 +105,7 @@ class QuantizedFiles(SafetensorsFiles):
             if key.endswith(f".weight{suffix}"):
                 owner = self.stored.get(key.removesuffix(suffix))
                 if owner is None or owner.dtype != torch.float8_e4m3fn:
-                    raise self._broken(f"{key!r} has no E4M3 weight beside it")
+                    raise self._broken(f"{key!r} has no E4M3 weight to scale")
             if weight.dtype == torch.float8_e4m3fn:
                 yield key, self._checked_block(self.format, key)
 
@@ -264,7 +264,7 @@ def _load(
         owners, read = homes[key], files.read(key).to(target)
         _assign(owners, place(key, owners[0][0], read) if len(owners) == 1 else _plain(read))
     for module in model.modules():
-        # Histories of FP8 layers have no data yet: these begin anew when their weights are there.
+        # Histories of FP8 layers have no data yet: they restart once their weights are loaded.
         buffers = () if isinstance(module, Float8Layer) else module.named_buffers(recurse=False)
         for name, buffer in [*buffers]:
             setattr(module, name, buffer.to(target))

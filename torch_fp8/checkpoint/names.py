@@ -6,11 +6,11 @@ module runs transformers' own conversion on row numbers instead of values, one n
 of a fused weight. The numbers in the result show which rows a stored matrix has.
 
 Tensors that are not in FP8 are BF16 in an exported checkpoint. Engines compute in one 16-bit dtype.
-transformers leaves each ``weight`` beside FP8 weights in the file's dtype, so two dtypes would meet
-in the first product. BF16 is what training under autocast
-multiplies by. It holds the values of FP8 layers that a format cannot hold, and every GPU with FP8
-supports it. transformers keeps some parameters in float32 and lists them in the model's class;
-these and buffers keep their dtype.
+transformers leaves every other ``weight`` of a file with FP8 weights in its dtype, so two dtypes
+would meet in the first product. BF16 is what training under autocast multiplies by. It holds the
+values of FP8 layers that a format cannot hold, and every GPU with FP8 supports it. transformers
+keeps some parameters in float32 and lists them in the model's class; these and buffers keep their
+dtype.
 """
 
 import re

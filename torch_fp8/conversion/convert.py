@@ -99,7 +99,7 @@ def convert_to_float8(
 def convert(
     model: nn.Module, config: FP8Config, device: torch.device | str | None, freezes: bool = False
 ) -> ConversionReport:
-    """Convert as `convert_to_float8`; `freezes`: freeze as `torch_fp8.freeze`."""
+    """Do what `convert_to_float8` does and, if `freezes`, what `torch_fp8.freeze` does."""
     refuse_share(config, "convert_to_float8")
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)

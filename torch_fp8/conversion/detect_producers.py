@@ -13,9 +13,9 @@ gate and up on the input itself, down on the product of the formula, and if the 
 down returns. gate and up are two layers, or the halves (in either order) of the last dimension of
 one layer's output.
 
-Liger Kernel's functions run on a GPU alone. Where Liger has replaced the forward of a module, the
-class's own forward is tried, whose formula it computes; its classes are known by their attributes,
-or by name.
+Liger Kernel's functions run only on a GPU. If Liger has replaced a module's forward, the trial runs
+the class's own forward, which has the same formula. Liger's own classes are recognized by their
+attributes, or by name.
 """
 
 import functools
@@ -76,7 +76,7 @@ def find_rms_norm(module: nn.Module) -> Found | None:
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Return whether a module has a forward of its own that is not Liger Kernel's."""
+    """Return whether something other than Liger Kernel replaced the forward of this instance."""
     return "forward" in vars(module) and not is_ligers(module)
 
 
@@ -226,7 +226,7 @@ _LIGERS = {
     "BlockSparseTop2": GatedMLPSpec(("w1", "w3"), "w2"),
     "Phi3SwiGLU": GatedMLPSpec(("gate_up_proj",), "down_proj"),
 }
-"""Layers of Liger Kernel's gated MLPs with SiLU, ``Liger...MLP``, by their names."""
+"""The layers of Liger Kernel's gated MLPs with SiLU, by the names of their classes."""
 
 
 def _specs(layers: dict[str, nn.Linear], alone: bool) -> Iterator[GatedMLPSpec]:

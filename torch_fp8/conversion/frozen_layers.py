@@ -93,10 +93,10 @@ def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool
 def meant_to_freeze(
     model: nn.Module, config: FP8Config, every: bool = False
 ) -> Callable[[RunsFP8], bool]:
-    """Return a function that tells whether a module should be frozen.
+    """Return a function that returns whether a module should be frozen.
 
-    If PEFT froze modules, it is these, because nothing will train them. Otherwise it is all with
-    `every`, and those that are frozen by hand with ``config.frozen_weights="fp8"``.
+    If PEFT froze modules, these should be, because nothing will train them. Otherwise all should
+    be if `every`, and those that the user froze if ``config.frozen_weights`` is ``"fp8"``.
     """
     adapted = any(map(is_peft, model.modules()))
     layers = [module for module in model.modules() if isinstance(module, FrozenStorage)]
@@ -153,7 +153,7 @@ def freeze_weights(
         model: converted model.
         config: configuration of its conversion.
         device: device on which it will run.
-        meant: function that tells whether a module should be frozen if it can be.
+        meant: function that returns whether a module should be frozen if it can be.
         reconnects: whether to reconnect norms and MLPs.
     """
     recipe, emulate = frozen_recipe(config, device)

@@ -106,11 +106,12 @@ def loss_head_lines(heads: Mapping[str, str], config: FP8Config) -> Iterator[str
 def output_layer_rules(
     model: nn.Module, config: FP8Config
 ) -> tuple[tuple[str, ...], dict[Any, tuple[str, ...]], dict[Any, str]]:
-    """Return the patterns of `config.skip` that count, for all layers, and for frozen output layers
-    by layer; and the output layers that stay in high precision whatever their names, with reasons.
+    """Return the rules for layers that stay in high precision.
 
-    Those whose weight another library's loss reads do, so that generation computes the logits that
-    are trained.
+    Returns:
+        the patterns of `config.skip` that count for all layers; those that count for each frozen
+        output layer; and the reasons why output layers stay whatever their names. If another
+        library's loss reads the weight, generation then computes the logits that are trained.
     """
     without = tuple(pattern for pattern in config.skip if pattern != _DEFAULT)
     skip = without if config.loss_head == "fp8" else config.skip
@@ -124,7 +125,7 @@ def output_layer_rules(
 
 
 def _fused_by_others(model: nn.Module) -> dict[Any, str]:
-    """Return the output layers of other libraries' losses, with the library."""
+    """Return the library, ``trl`` or ``liger``, of each output layer whose loss it computes."""
     return {
         output_layer(module): "trl" if _is_trls(module) else "liger"
         for module in model.modules()

@@ -5,7 +5,7 @@ residual and layout (see `kernels.block_scaled`). One launch updates a whole cla
 builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
 copy of 272 bytes per matrix and 4 bytes per chunk.
 
-If a weight has an FP8 payload, the step also writes that (see `kernels.weight_cast`). If the scale
+If a weight has an FP8 payload, the step also writes that (see `cast_weights_kernel`). If the scale
 is tensorwise, a second launch per class casts again the weights whose scale has changed.
 
 The result equals `adamw_step_reference` bit for bit, with three exceptions. The last bit can differ
@@ -96,9 +96,6 @@ class _Class(NamedTuple):
         }
 
 
-_KINDS: dict[_Class, _Class] = {}
-
-
 def adamw_step(
     entries: Sequence[Entry], lr_multipliers: Sequence[Tensor | None] | None = None
 ) -> None:
@@ -110,10 +107,8 @@ def adamw_step(
             or None; as in the reference.
     """
     for kind, chosen in _classes(entries).items():
-        multipliers = [lr_multipliers[i] for i in chosen] if lr_multipliers else None
-        table, chunks, num_chunks = _tables(
-            [entries[i] for i in chosen], kind, lr_multipliers=multipliers
-        )
+        multipliers = [lr_multipliers[i] for i, _ in chosen] if lr_multipliers else None
+        table, chunks, num_chunks = _tables(entries, chosen, kind, lr_multiplier=multipliers)
         with torch.cuda.device_of(table):
             adamw_step_kernel[(num_chunks,)](
                 table,
@@ -153,16 +148,15 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     bare = {"amax": None, "payload": None, "memo": None}
     entries = [(matrix._replace(**bare), scalars) for matrix, scalars in entries]
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
-    classes: dict[tuple[_Class, bool], list[int]] = {}
+    classes: dict[tuple[_Class, bool], Chosen] = {}
     for kind, chosen in _classes(entries).items():
         without_weight = kind._replace(weight=torch.bfloat16, residual=False)
-        for i in chosen:
-            coupled = bool(entries[i][1].weight_decay)
-            classes.setdefault((kind if coupled else without_weight, coupled), []).append(i)
+        for one in chosen:
+            coupled = bool(entries[one[0]][1].weight_decay)
+            classes.setdefault((kind if coupled else without_weight, coupled), []).append(one)
     for (kind, coupled), chosen in classes.items():
-        table, chunks, num_chunks = _tables(
-            [entries[i] for i in chosen], kind, update_rms=[result[i] for i in chosen]
-        )
+        update_rms = [result[i] for i, _ in chosen]
+        table, chunks, num_chunks = _tables(entries, chosen, kind, update_rms=update_rms)
         partial = result.new_empty(num_chunks)
         with torch.cuda.device_of(table):
             update_squares_kernel[(num_chunks,)](
@@ -183,17 +177,17 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     return result
 
 
-def _classes(entries: Sequence[Entry]) -> dict[_Class, list[int]]:
-    """Map each class to the indices of its entries; empty matrices belong to no class."""
-    classes: dict[_Class, list[int]] = {}
-    last, chosen = None, list[int]()
+def _classes(entries: Sequence[Entry]) -> "dict[_Class, Chosen]":
+    """Map each class to its entries; empty matrices belong to no class."""
+    classes: dict[_Class, Chosen] = {}
+    last, chosen = None, Chosen()
     for i, (matrix, _) in enumerate(entries):
         fixed = _fixed(matrix)
-        if fixed.numel:
+        if matrix.weight.numel():
             kind = fixed.kind(matrix.grad)
             if kind is not last:  # hash it once for a run of matrices
                 last, chosen = kind, classes.setdefault(kind, [])
-            chosen.append(i)
+            chosen.append((i, fixed))
     return classes
 
 
@@ -201,7 +195,7 @@ class Fixed:
     """What a matrix has in common from step to step: all but its gradient and scalars.
 
     Attributes:
-        addresses: the first fields of a `Record`, 0 for what there is not.
+        addresses: the first fields of a `Record`, 0 for a tensor that does not exist.
         shape: rows and columns, row length and start, of a `Record`.
     """
 
@@ -212,7 +206,6 @@ class Fixed:
         tensors = (*tensors, None, None, amax, *casts, None)
         self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         rows, cols = weight.shape
-        self.numel = rows * cols
         self.shape = rows, cols, row_length & _MASK32, (row * row_length + col) & _MASK32
         addresses = 0
         for tensor in (weight, residual, first.qdata, second.qdata):
@@ -230,18 +223,23 @@ class Fixed:
         grad = grad.qdata if grad.__class__ is GradientParts else grad
         key = grad.dtype, (self._addresses | grad.data_ptr()) % 16 == 0
         if key not in self._kinds:
-            kind = self._kind(*key)
-            self._kinds[key] = _KINDS.setdefault(kind, kind)
+            aligned = "flat" if self._whole_groups else "rows"
+            layout = aligned if self.shape[1] % 16 == 0 and key[1] else "any"
+            self._kinds[key] = _kind(self._parts, self._payload, grad.dtype, layout)
         return self._kinds[key]
 
-    def _kind(self, grad: torch.dtype, aligned: bool) -> _Class:
-        layout, (weight, residual, amax) = "any", self._parts
-        if self.shape[1] % 16 == 0 and aligned:
-            layout = "flat" if self._whole_groups else "rows"
-        if self._payload is None:
-            return _Class(weight, residual, grad, layout, amax, "", False)
-        assert layout == "flat"
-        return _Class(weight, residual, grad, "squares", amax, *self._payload)
+
+@functools.cache
+def _kind(parts: Any, payload: tuple[str, bool] | None, grad: torch.dtype, layout: str) -> _Class:
+    weight, residual, amax = parts
+    if payload is None:
+        return _Class(weight, residual, grad, layout, amax, "", False)
+    assert layout == "flat"
+    return _Class(weight, residual, grad, "squares", amax, *payload)
+
+
+Chosen = list[tuple[int, Fixed]]
+"""Entries of one class: index of each, and what its matrix has in common from step to step."""
 
 
 def _class_of(matrix: WeightMatrix) -> _Class:
@@ -256,21 +254,22 @@ def _fixed(matrix: WeightMatrix) -> Fixed:
 
 
 def _tables(
-    entries: list[Entry],
-    kind: _Class,
-    lr_multipliers: list[Tensor | None] | None = None,
-    update_rms: list[Tensor] | None = None,
+    entries: Sequence[Entry], chosen: Chosen, kind: _Class, **numbers_at: Sequence[Any] | None
 ) -> tuple[Tensor, Tensor, int]:
     """Build, on the device, a record per matrix and the matrix index of each program.
 
+    Args:
+        entries: the entries of a step.
+        chosen: those of a class.
+        kind: the class.
+        numbers_at: tensors or None for each of them, by the field that has their address.
     Returns:
         records (M, fields of Record) int64, matrix indices (P or P + 1,) int32, and the number of
         programs P.
     """
-    fixed = [_fixed(matrix) for matrix, _ in entries]
-    once = None in [matrix.memo for matrix, _ in entries]
-    template_of = _template.__wrapped__ if once else _template
-    template, first = template_of(tuple(fixed), kind)
+    entries = [entries[i] for i, _ in chosen]
+    template_of = _template.__wrapped__ if None in [m.memo for m, _ in entries] else _template
+    template, first = template_of(tuple([fixed for _, fixed in chosen]), kind)
     device = entries[0][0].weight.device
     # Pinned: a copy from pageable memory would wait for the kernels before it.
     host = torch.empty(
@@ -288,7 +287,7 @@ def _tables(
         "key0": (array("Q", [stream_state(m.number, after=s.stream) for m, s in entries]), _HALF),
         "grad_sign": (bytearray().join([numbers[i] for i in map(id, scalars)]), _HALF),
     }
-    for name, tensors in (("lr_multiplier", lr_multipliers), ("update_rms", update_rms)):
+    for name, tensors in numbers_at.items():
         if tensors:
             addresses = [0 if x is None else x.data_ptr() for x in tensors]
             columns[name] = array("q", addresses), torch.int64

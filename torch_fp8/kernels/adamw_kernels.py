@@ -8,7 +8,7 @@ thread has 16 consecutive elements and moves 16 bytes per access; a program is a
 waits for no other; roots and quotients have no branches (`fast_math`). Multiply-adds are not fused
 (`enable_fp_fusion=False`), so they round as in the reference.
 
-The optimizer step's second kernel: casts the new weights to their FP8 payloads, E4M3.
+`cast_weights_kernel` casts the new weights to their FP8 payloads, E4M3.
 
 A scale is shared by 128 x 128 weights or by all of them, and the amax of all is known only after
 the last one. So one launch follows the step and casts every weight of a class: 2 bytes read and 1
@@ -35,6 +35,7 @@ from torch_fp8.kernels.block_scaled import (
 )
 from torch_fp8.kernels.fast_math import random_words, scaled_quotient, second_words, square_root
 from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
+from torch_fp8.kernels.quick_launch import quick
 
 _INF = tl.constexpr(float("inf"))
 _NAN_BITS = tl.constexpr(0x7FC00000)
@@ -118,6 +119,7 @@ def _gradient(grad, scale_ptr, local, inside, factor):
     return grad.to(tl.float32) * factor
 
 
+@quick
 @triton.jit
 def adamw_step_kernel(
     table_ptr,
@@ -298,6 +300,7 @@ def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: t
     tl.store(address.to(tl.pointer_type(tl.float32)), tl.sqrt_rn(mean))
 
 
+@quick
 @triton.jit
 def cast_weights_kernel(
     table_ptr,

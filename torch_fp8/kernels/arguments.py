@@ -170,11 +170,11 @@ class WeightMatrix(NamedTuple):
         exp_avg, exp_avg_sq: moments, `MOMENT1` and `MOMENT2`.
         row, col: position of this shard's first element in the whole matrix.
         row_length: columns of the whole matrix.
-        amax: () float32 that the step raises to the amax of the new weights for their next cast;
-            NaN if a weight is NaN. None: not computed.
+        amax: () float32 that the step raises to the amax of the new weights for their next cast,
+            NaN if a weight is NaN; or None if it is not computed.
         payload: FP8 payload that kernels write, or None. The reference does not write it, so its
             caller has to cast the weight.
-        memo: list in which kernels keep what follows from the fields before it but `grad`, or None.
+        memo: list in which kernels cache what depends on the fields above except `grad`, or None.
         number: index of the parameter in its optimizer, which keys the random words.
     """
 

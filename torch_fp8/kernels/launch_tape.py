@@ -46,9 +46,9 @@ _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 """Types of a launcher's arguments other than tensors."""
 _SINGLE = _VALUES | {Tensor, nn.Parameter}
-"""Types of most arguments that are no tuples."""
+"""The usual types of arguments that are not tuples."""
 _active = threading.local()
-"""Has the `recording` that runs in this thread."""
+"""Holds the `recording` of this thread."""
 _every: weakref.WeakSet["Replayed"] = weakref.WeakSet()
 _MOST = 512
 """Calls remembered per operator, a bound for runs whose token counts never repeat."""

@@ -10,7 +10,7 @@ class LogitForm(NamedTuple):
 
     Attributes:
         scale: factor of the product of hidden states and weight.
-        softcap: bound of the logits before the temperature; 0: none.
+        softcap: bound of the logits before the temperature, or 0 for none.
         temperature: divisor of the logits.
     """
 
@@ -33,7 +33,7 @@ class LossTerms(NamedTuple):
         class_weight: (V,) float32, or None for ones.
         spread: (M,) float32, or None if the entropies have no gradient.
         lse: (M,) float32, logarithm of the sum of exp(z), or None if it is not yet known.
-        entropy: (M,) float32, required beside `spread`.
+        entropy: (M,) float32, required with `spread`.
     """
 
     label: Tensor

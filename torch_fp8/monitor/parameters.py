@@ -23,10 +23,11 @@ from torch_fp8.monitor.statistics import (
     update_statistics,
 )
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
+from torch_fp8.nn.delayed_scaling import renew_scales
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer, is_paused
 from torch_fp8.nn.saturation import Saturation
+from torch_fp8.nn.scale_buffers import scaling_buffers
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad

@@ -31,7 +31,7 @@ from torch_fp8.tensor.base import map_tensors
 
 
 class _Origin:
-    """Attribute whose assignment makes uncomputed logits of a tensor without memory.
+    """Attribute whose assignment turns a tensor without memory into uncomputed logits.
 
     Dynamo repeats assignments outside for the tensors that leave a graph. The value consists of the
     output layer, hidden states (..., H), the state of autocast, and the steps after the layer.
@@ -187,9 +187,9 @@ def _is_within(file: str, name: str) -> bool:
 
 
 def _leaving(output: Any) -> Any:
-    """Return an output in a graph in which logits are such that they leave it uncomputed.
+    """Return a graph's output, with logits replaced by ones that leave the graph uncomputed.
 
-    A container is another one, because Dynamo keeps the old items of one that changes.
+    Containers are copied, because Dynamo keeps the old items of one that changes.
     """
     if isinstance(output, dict) and dataclasses.is_dataclass(output):  # transformers' ModelOutput
         return type(output)(**{name: _departing(value) for name, value in output.items()})

@@ -34,41 +34,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.autograd.function import is_saved, outside_inference_mode
 from torch_fp8.nn.saturation import Saturation
+from torch_fp8.nn.scale_buffers import BUFFERS, scaling_buffers, stays, unite_scales
 from torch_fp8.nn.scaling_rule import ScalingRule, scales_of
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import ScaleSource, push_amax, shared_amaxes
-from torch_fp8.tensor.base import in_shared_memory
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.split_weight import SplitWeight
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
-BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_input_amax", "fp8_weight_amax", "fp8_grad_amax")
-"""Buffers of delayed scaling.
-
-Histories (3, H) float32, the newest amax first; scales (3, 4) float32, each repeated four times
-because GEMMs need scales at multiples of 16 bytes, and 0 if unknown; and a slot for each operand,
-() int32, see `torch_fp8.quantization.scaling.raise_slot`. Slots are whole tensors, because the
-kernels of a graph write to its inputs in place only if these are no views.
-"""
 
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hooks: list[Any] = []
-
-
-def scaling_buffers(layer: Any) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return histories, scales and the three slots (see `BUFFERS`), as local tensors.
-
-    Raises:
-        AttributeError: the layer has no delayed scaling.
-    """
-    history, scales, *slots = (local(getattr(layer, name)) for name in BUFFERS)
-    return history, scales, tuple(slots)
-
-
-def graph_buffers(layer: Any) -> tuple[Tensor, ...]:
-    """Return scales and slots of a layer that is not sharded, as inputs of a compiled graph."""
-    return layer.fp8_scales, layer.fp8_input_amax, layer.fp8_weight_amax, layer.fp8_grad_amax
 
 
 class LayerScaling:
@@ -80,23 +57,26 @@ class LayerScaling:
     Attributes:
         known: whether the scales are known.
         ready: whether the next casts use them; graphs guard on it.
-        saturation: what the layers of a model share if eager code casts with current scales.
+        saturation: object that a model's layers share if eager code casts with current scales.
         recorded: whether an eager forward in training mode has recorded amaxes since the last step
             of an optimizer.
         number: place of the layer in an order that is equal on all ranks, or None if steps do not
             renew its scales.
+        row: index of the layer's scales in a tensor with those of its block, or None.
     """
 
     def __init__(self, rule: ScalingRule) -> None:
         self.rule, self.saturation = rule, Saturation()
         self.known = self.ready = self.recorded = False
         self.number: int | None = None
+        self.row: int | None = None
         self._sources: tuple[ScaleSource, ...] | None = None
 
     def start(self, layer: Any) -> None:
         """Create the layer's buffers with empty histories."""
         shapes = (3, self.rule.history_len), (3, 4), *[()] * 3
         dtypes = *[torch.float32] * 2, *[torch.int32] * 3
+        self.row = None
         for name, shape, dtype in zip(BUFFERS, shapes, dtypes, strict=True):
             empty = torch.empty(shape, dtype=dtype, device=layer.weight.device)
             layer.register_buffer(name, empty, persistent=False)
@@ -105,8 +85,9 @@ class LayerScaling:
 
     def reset(self, layer: Any) -> None:
         """Empty the histories and forget the scales."""
-        for name in BUFFERS:
-            local(getattr(layer, name)).zero_()
+        history, scales, slots = scaling_buffers(layer)
+        for buffer in (history, scales, *slots):
+            buffer.zero_()
         self.known = self.ready = self.recorded = False
         self.forget(layer)
 
@@ -192,6 +173,8 @@ class LayerScaling:
         for name, buffer in before.items():
             moved = getattr(layer, name)
             if moved is not None and moved is not buffer and not buffer.is_meta:
+                if name == "fp8_scales" and self.row is not None:  # each layer moves its own
+                    buffer, self.row = buffer[self.row].clone(), None
                 setattr(layer, name, buffer.to(moved.device))
         self.forget(layer)
         if any(buffer.is_meta for buffer in before.values()):
@@ -211,7 +194,7 @@ def pushed_history(layer: Any) -> Tensor:
 def _recorded(layer: Any) -> list[Tensor]:
     """Return the amaxes of the three operands in the last step, () float32 each.
 
-    Casts record none of a weight in two halves that keeps its amax: they scale by it.
+    Casts record no amax of a weight in two halves that keeps its own: they scale by that.
     """
     amaxes = [slot.view(torch.float32) for slot in scaling_buffers(layer)[2]]
     if isinstance(layer.weight, SplitWeight):
@@ -223,7 +206,8 @@ def _recorded(layer: Any) -> list[Tensor]:
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Renew the scales of layers that ran in eager mode, or whose weights the optimizer stepped.
 
-    The second condition covers graphs of torch.compile, which leave no trace of having run. Ranks
+    The second condition covers graphs of torch.compile, which leave no trace of having run. Models
+    that were never traced are not looked at, because the host would wait for their amaxes. Ranks
     agree on this set of layers, while the layers still in memory may differ. After such graphs
     frozen weights that are not sharded are added; a layer that did not run keeps its histories.
     """
@@ -234,10 +218,19 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if layer.fp8.scaling.recorded
         or (
             layer.training
-            and (layer.fp8.scaling.rule.eager or ran_in_graph())
+            and (layer.fp8.scaling.rule.eager or layer.fp8.scaling.saturation.traced)
             and (id(layer.weight) in held or _is_frozen_in_graph(layer.weight))
         )
     )
+
+
+@torch.compiler.assume_constant_result
+def note_trace(slot: Tensor) -> bool:
+    """Note that torch.compile traces the layer with this slot of the gradient; Dynamo calls it."""
+    for layer in list(_layers.values()):
+        if layer.fp8_grad_amax is slot:
+            layer.fp8.scaling.saturation.traced = True
+    return True
 
 
 def _is_frozen_in_graph(weight: Tensor) -> bool:
@@ -328,20 +321,23 @@ def _see_saturation(layers: Sequence[Any], recorded: Tensor) -> bool:
 def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
     """Make layers cast with scales (L, 3) from now on."""
     of_each = scales[..., None].repeat(1, 1, 4).unbind()  # (L, 3) -> L of (3, 4), see `BUFFERS`
-    torch._foreach_copy_([_own_scales(layer) for layer in layers], of_each)
+    unite_scales(layers)
+    for layer in layers:
+        _leave_to_backward(layer)
+    torch._foreach_copy_([scaling_buffers(layer)[1] for layer in layers], of_each)
     for layer, own in zip(layers, of_each, strict=True):
         layer.fp8.scaling.take(layer, own)
         layer.fp8.scaling.recorded = False
 
 
-def _own_scales(layer: Any) -> Tensor:
-    """Return the buffer of scales, a new one if the backward of a graph will read the present one.
+def _leave_to_backward(layer: Any) -> None:
+    """Copy a buffer of scales that the backward of a graph will read, for all who hold it.
 
     Graphs save the buffer itself, since a copy would be a launch for each layer.
     """
-    scales = scaling_buffers(layer)[1]
-    in_place = in_shared_memory(scales) or is_capturing(scales.device)  # others read this memory
-    if ran_in_graph() and not in_place and is_saved(scales):
-        scales = torch.empty_like(scales)
-        layer.fp8_scales = with_data(layer.fp8_scales, scales)
-    return scales
+    buffer, scales = layer.fp8_scales, local(layer.fp8_scales)
+    if ran_in_graph() and not stays(scales) and is_saved(scales):
+        copied = with_data(buffer, scales.clone())
+        for other in list(_layers.values()):
+            if other.fp8_scales is buffer:
+                other.fp8_scales = copied

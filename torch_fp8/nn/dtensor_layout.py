@@ -94,7 +94,7 @@ def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:
         raise ValueError(
             f"the weight of FP8 linear '{fp8.name}' is sharded over a mesh of "
             f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one "
-            "dimension, and FSDP2 may use the others only within the forward of its module"
+            "dimension; call the layer in the forward of the module that FSDP2 shards over others"
         )
     return weight.device_mesh, weight.placements[0]
 

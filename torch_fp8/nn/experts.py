@@ -110,7 +110,7 @@ class Float8Experts(FrozenStorage):
         self.fp8.emulate = emulate
 
     def run_forward(self, recipe: Recipe) -> None:
-        """Run `recipe`, which differs in `bf16_forward` alone."""
+        """Run `recipe`, which differs only in `bf16_forward`."""
         self._forget_caches()
         self.fp8.recipe = recipe
 

@@ -215,10 +215,10 @@ class FrozenStorage(RunsFP8):
         """Round the float32 weight of `begin_merge` to its dtype, or restore its FP8 bytes.
 
         Args:
-            merged: whether an adapter is merged into the weight now; False: restore the bytes.
+            merged: whether an adapter is merged into the weight now; if not, restore the bytes.
             name: name of the weight.
-            values: dtype to which the values are rounded first, or None for that of the weight
-                before it was frozen, which the result has.
+            values: dtype to which the values are rounded first, or None. The result has the dtype
+                of the weight before it was frozen.
         """
         if merged:
             dtype = self.fp8.frozen.unmerged[name].thawed_dtype

@@ -30,11 +30,12 @@ from torch_fp8.autograd.function import (
 )
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
-from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, graph_buffers
+from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.linear_function import graph_options
+from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.quantize import saved_stand_ins
@@ -264,7 +265,7 @@ def _product_in_graph(
         return shape_of_result((*first.shape[:-1], width), first.dtype, *inputs)
 
     def quantizers(casts: str, buffers: tuple[Tensor, ...]) -> Quantizers:
-        return graph_options(casts, first.dtype, first.dtype, training, True).quantizers_of(buffers)
+        return graph_options(casts, first.dtype, first.dtype, training).quantizers_of(buffers)
 
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down is not None:
@@ -275,13 +276,13 @@ def _product_in_graph(
             wgrad = keep and trains_down and recipe.wgrad is not None
             ahead = quantizers(down, of_down).input._replace(columnwise_usage=wgrad)
     if casts is not None:
-        of_gate, of_up = quantizers(casts, of_inputs[:4]), quantizers(casts, of_inputs[4:])
+        of_gate, of_up = quantizers(casts, of_inputs[:5]), quantizers(casts, of_inputs[5:])
         readers = of_gate.grad_output, of_up.grad_output
     options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
     return _SwiGLUFunction.apply(options, *inputs)
 
 
-def _known(layer: Float8Linear) -> tuple[Tensor, ...]:
+def _known(layer: Float8Linear) -> tuple[Any, ...]:
     """Return the buffers of delayed scaling of a layer in a graph, if its scales are known."""
     known = layer.fp8.scales_known and not isinstance(layer.weight, DTensor)
     return graph_buffers(layer) if known else ()

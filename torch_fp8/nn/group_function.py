@@ -10,8 +10,8 @@ no gradient: tokens without memory connect it to the other two. `GroupInput` run
 the gradients of all called members have arrived, because it depends on them. Each `GroupWeight`
 depends on its own output alone, so backward never reaches the weight of a member that was not
 called. Autograd first runs the node that was created last, and these are older than all outputs:
-they find all gradients, too, and the first one multiplies for all. If others arrive later
-nevertheless, as from another device, they have a product of their own.
+they find all gradients, too, and the first one multiplies for all. If others still arrive later, as
+from another device, they get a separate product.
 
 Legend: M tokens, K in, N out.
 """
@@ -144,7 +144,7 @@ class Gradients:
             else:
                 dense = matrix(joined(list(self.outputs.values())))  # (M, N1 + N2 + ...)
                 rows = cast(dense.t() @ x.to(dense.dtype), out_dtype)
-            # No views, because the gradients are the users' to write to: (N1 + N2 + ..., K).
+            # Not views, because users may write to the gradients: (N1 + N2 + ..., K).
             parts = rows.unsafe_split_with_sizes(self.sizes)
             self._rows = dict(zip(self.outputs, parts, strict=True))
             if dtypes:  # several: a part without a copy would keep the memory of all
@@ -178,7 +178,7 @@ class Output(torch.autograd.Function):
         of_weight: Tensor,
         member: tuple[int, Exchange, Callable[[], Tensor], Any],
     ) -> Tensor:
-        # The reads of the input live on for the members that are called later.
+        # Keep the reads of the input for the members that are called later.
         ctx.i, ctx.exchange, compute, ctx.reads = member
         return compute()
 

@@ -110,9 +110,9 @@ class HeadCall:
         return list(map(_version, self.inputs))
 
     def _shard(self) -> tuple[int, ...] | None:
-        """Return what each write to the shards from which FSDP2 gathers the weight changes.
+        """Return numbers that change with each write to the shards of a weight that FSDP2 gathers.
 
-        Functions of a DTensor change its version, and those of its local tensor that one's.
+        A write to a DTensor changes its version, a write to its local tensor that tensor's.
         """
         sharded = self.owner.sharded(self.weight)
         if sharded is None:
@@ -184,7 +184,7 @@ def memory_of(weight: Tensor) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    """Return a number that each write to a tensor changes."""
+    """Return a number that changes with each write to a tensor."""
     if isinstance(x, SplitWeight):
         return x.halves.version
     return x.payload.version if isinstance(x, Float8FrozenWeight) else x._version
@@ -193,7 +193,7 @@ def _version(x: Tensor) -> int:
 def _address(weight: Tensor) -> int | None:
     """Return the address of a plain weight, which ``weight.data = x`` changes but no version shows.
 
-    None: FSDP2 has freed it, or it is stored in another form.
+    It is None if FSDP2 has freed the weight, or if it is stored in another form.
     """
     known = type(weight) in _PLAIN and weight.untyped_storage().nbytes()
     return weight.data_ptr() if known else None
@@ -211,5 +211,5 @@ class _Written(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
             f"the weight of '{ctx.name}' was written between the forward and this backward of its "
-            "logits"
+            "logits; write it after backward"
         )

@@ -1,8 +1,8 @@
 """`InputGroup`: layers that read the same input share the two GEMMs of backward.
 
-q, k and v read the output of one norm. Each layer runs its own fprop,
-so that its output is a contiguous tensor of its own. Backward puts the gradients of the outputs
-side by side, casts them once, and runs
+q, k and v read the output of one norm. Each layer runs its own fprop, so that its output is a
+contiguous tensor of its own. Backward puts the gradients of the outputs side by side, casts them
+once, and runs
 
     dgrad  dx = g w    contracts N1 + N2 + ...: the sum over the layers stays in float32
     wgrad  dw = g^T x  has the rows of all weights, and each weight's gradient is some of its rows
@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters, reshaped, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
-from torch_fp8.nn.delayed_scaling import graph_buffers
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
 from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
+from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.ops.scaled_mm import scaled_matmul
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
@@ -106,7 +106,7 @@ class Reads:
 
     Attributes:
         backward: backward that recomputes this forward, or -1.
-        members: the layers of the group, or none if there is one alone.
+        members: the layers of the group, or none if there is only one.
         waiting: index and token of each member that was not called yet, and the weight and the bias
             that they are for.
     """
@@ -266,7 +266,7 @@ def _fits_graph(layer: Any, fp8: Any) -> bool:
 
 @torch.compiler.allow_in_graph
 def member_in_graph(
-    x: Tensor, i: int, num: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
+    x: Tensor, i: int, num: int, casts: tuple[str, bool], *tensors: Tensor | None
 ) -> Tensor:
     """Compute the output of member `i` as a single node of Dynamo's graph.
 
@@ -281,13 +281,13 @@ def member_in_graph(
     source = source_of(x)
     if only_shape_matters(x) or source is None:
         return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
-    text, ready, training = casts
+    text, training = casts
     key = tuple(id(weight) for weight in weights)
     if source.reads is None:
         source.reads = {}
     if key not in source.reads or source.reads[key][0]() is not x:
         written_in_backward(buffers[-1:])
-        options = graph_options(text, x.dtype, output_dtype(x), training, ready)
+        options = graph_options(text, x.dtype, output_dtype(x), training)
         options = options._replace(quantizers=options.quantizers_of(buffers))
         exchange = Exchange(options, [weight.shape[0] for weight in weights])
         joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))

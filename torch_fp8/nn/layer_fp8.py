@@ -176,7 +176,7 @@ class LayerFP8:
         return quantizer if is_block or quantizer.source.scale is not None else None
 
     def observe(self, observer: Any) -> None:
-        """Show each operand of a GEMM to a monitor (see `Quantizers`) from now on, or to None."""
+        """Show each operand of a GEMM to a monitor (see `Quantizers`), or to none if it is None."""
         self.observer = observer
         self.forget_quantizers()
         self.payloads.quantizer = None  # so that `repeated` asks again
@@ -226,8 +226,7 @@ class LayerFP8:
         name = "" if compiling else self.name  # see `torch_fp8.autograd.function.name_of`
         out_dtype = autocast_dtype(operands.weight.device.type) or operands.dtype
         products = self.recipe, self.quantizers(layer, group), self.emulate, layer.training
-        ready = compiling and self.scales_known
-        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast, ready)
+        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast)
 
     def release(self) -> None:
         """Free cached payloads and quantizers, before weight and scales move."""

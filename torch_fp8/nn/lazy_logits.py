@@ -84,7 +84,7 @@ class Recorded:
                 self.plain = self.call.dense()
             else:
                 self.plain = self._apply(to_plain(self.parent), *self.steps[-1])
-                self.parent = None  # whoever holds it keeps its memory
+                self.parent = None  # frees its memory, unless something else holds it
         return self.plain
 
     @staticmethod

@@ -44,18 +44,13 @@ from torch_fp8.autograd.current_pass import (
     warn_of_halves_in_program,
 )
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.delayed_scaling import (
-    BUFFERS,
-    graph_buffers,
-    pushed_history,
-    restore_scales,
-    scaling_buffers,
-)
+from torch_fp8.nn.delayed_scaling import note_trace, pushed_history, restore_scales
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph
 from torch_fp8.nn.repeated_forward import repeated, served_in_graph
+from torch_fp8.nn.scale_buffers import BUFFERS, graph_buffers, scaling_buffers
 from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
@@ -176,7 +171,7 @@ class Float8Layer(FrozenStorage):
         self.configure(self.fp8.name, self.fp8.config, recipe, emulate)
 
     def run_forward(self, recipe: Recipe) -> None:
-        """Run `recipe`, which differs in `bf16_forward` alone, with the state that there is."""
+        """Run `recipe`, which differs only in `bf16_forward`, with the existing state."""
         self.fp8.payloads.forget()
         self.fp8.recipe = recipe
         self.fp8.run_emulated(self.fp8.emulate)
@@ -256,13 +251,15 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     This is a function because the graph would guard on each method that it calls.
     """
     note_graph()
-    fp8, weight, ready = layer.fp8, layer.weight, False
+    fp8, weight = layer.fp8, layer.weight
     buffers: tuple[Any, ...] = ()
+    if fp8.scaling is not None and not fp8.scales_known:
+        note_trace(layer.fp8_grad_amax)
     if isinstance(x, _NOT_PLAIN) or isinstance(weight, _NOT_PLAIN):
         operands = fp8.operands(layer, x)
         if fp8.scaling is not None:
             _, scales, slots = scaling_buffers(layer)
-            buffers = scales, *slots
+            buffers = None, scales if fp8.scaling.ready else None, *slots
         shape = operands.shape
         # torch 2.13 loses views in the backward of a function with sharded tensors: pass none.
         rows = operands.input.reshape(-1, shape[-1])  # (M, K)
@@ -271,15 +268,15 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         return operands.output(y.reshape(*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
     check_input(fp8, x, weight)
     bias = layer.bias if layer.fp8_adds_bias else None
-    if fp8.scaling is not None:
-        ready, buffers = fp8.scaling.ready, graph_buffers(layer)
-    if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
-        return served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
-    casts = fp8.casts, ready, layer.training
+    casts = fp8.casts, layer.training
     if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
         i, num, shared = graph_operands(layer)
         if shared:
             return member_in_graph(x, i, num, casts, *shared)
+    if fp8.scaling is not None:
+        buffers = graph_buffers(layer)
+    if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
+        return served_in_graph(x, *fp8.served, bias, fp8.casts, *buffers)
     return linear_in_graph(x, weight, bias, casts, *buffers)
 
 

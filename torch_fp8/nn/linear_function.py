@@ -61,7 +61,6 @@ class LinearOptions(NamedTuple):
         training: whether the layer is in training mode.
         cast: function that casts the operands of fprop: `plain_operands`, or another one with the
             same arguments.
-        ready: whether the scales in a graph's buffers are known.
     """
 
     name: str
@@ -72,12 +71,11 @@ class LinearOptions(NamedTuple):
     emulate: bool
     training: bool
     cast: Callable[..., CastOperands]
-    ready: bool = False
 
     def quantizers_of(self, buffers: tuple[Tensor, ...]) -> Quantizers:
         """Return the quantizers with the scales and slots of a graph's buffers, if it has any."""
         quantizers = self.quantizers
-        return quantizers.in_graph(self.ready, self.training, buffers) if buffers else quantizers
+        return quantizers.in_graph(self.training, buffers) if buffers else quantizers
 
 
 def linear(
@@ -111,14 +109,14 @@ def linear(
 
 @functools.cache
 def graph_options(
-    text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool, ready: bool
+    text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool
 ) -> LinearOptions:
     """Return the options of a layer in a graph; `text`: see `LayerFP8.casts`."""
     recipe, transposed, emulate, cast = of_text(text)
     specs = recipe.input, recipe.weight, recipe.grad_output
     x, w, g = [Quantizer(spec, OF_TENSOR) for spec in specs]
     quantizers = Quantizers(x, WeightQuantizer(w, transposed=transposed), g)
-    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, cast, ready)
+    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, cast)
 
 
 @torch.compiler.allow_in_graph
@@ -126,20 +124,20 @@ def linear_in_graph(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    casts: tuple[str, bool, bool],
+    casts: tuple[str, bool],
     *buffers: Tensor,
 ) -> Tensor:
     """Call `linear` as a single node of Dynamo's graph; AOTAutograd traces the operators inside.
 
     Args:
         x, weight, bias, buffers: arguments of `linear`; plain tensors.
-        casts: `LayerFP8.casts`; `ready` and `training`, see `LinearOptions`.
+        casts: `LayerFP8.casts`; whether the layer is in training mode.
     """
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
         warn_of_decoding()
     out_dtype = output_dtype(x)
-    text, ready, training = casts
-    options = graph_options(text, x.dtype, out_dtype, training, ready)
+    text, training = casts
+    options = graph_options(text, x.dtype, out_dtype, training)
     if only_shape_matters(x):
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
@@ -154,7 +152,7 @@ def plain_operands(
 
     Args:
         quantizers, x, weight: see `fprop`.
-        training: whether the layer is in training mode; None: a backward may follow.
+        training: whether the layer is in training mode, or None if a backward may follow.
         needs: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     if training is None:  # cast the weight first, while a collective may still fill x
@@ -206,15 +204,20 @@ def fprop(
 def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     """Save tensors for backward under names, without those that are None.
 
-    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None.
-    Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
-    train such a weight under autocast, because they save their cast copy of it.
+    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None. A
+    graph's backward takes scales from their table again (`TableScale`). Autograd does not save
+    tensors that inference mode created: a copy is saved. torch's layers train such a weight under
+    autocast, because they save their cast copy of it.
     """
     present = {name: t for name, t in tensors.items() if t is not None}
     if not torch.compiler.is_dynamo_compiling():
         for name, t in present.items():
             if t.is_inference():
                 present[name] = t.clone()
+    ctx.again = {}
+    if torch.compiler.is_compiling():
+        ctx.again = {name: t.fp8_again for name, t in present.items() if hasattr(t, "fp8_again")}
+        present = {name: t for name, t in present.items() if name not in ctx.again}
     ctx.split_names = [
         name for name, t in present.items() if type(t) not in _PLAIN and isinstance(t, SplitWeight)
     ]
@@ -229,6 +232,7 @@ def saved_by_name(ctx: Any) -> dict[str, Tensor]:
     float32 value instead, which is split again. Ties round up, so the half is the same.
     """
     saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+    saved |= {name: again() for name, again in ctx.again.items()}
     for name in ctx.split_names:
         if not isinstance(saved[name], SplitWeight):
             saved[name] = split(encoded.plain(saved[name]), bits=0)[0]

@@ -31,10 +31,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return ``F.cross_entropy`` or ``F.nll_loss`` of x; NotImplemented: it needs plain logits.
+    """Return ``F.cross_entropy`` or ``F.nll_loss`` of x, or NotImplemented without its form.
 
     Args:
-        func: which of them; the others are its arguments.
+        func: one of the two functions; the other arguments are its own.
     """
     of = x.recorded
     call, dim = of.call, min(1, x.ndim - 1)
@@ -104,7 +104,7 @@ def autocasts(x: LazyLogits) -> bool:
 
 
 def _passes_gradients(x: LazyLogits) -> bool:
-    """Return whether the function that returned these logits is DDP's, whose backward passes on."""
+    """Return whether DDP's function returned these logits, whose backward passes gradients on."""
     with torch._C.DisableTorchFunctionSubclass():
         return type(x.grad_fn).__name__ == "_DDPSinkBackward"
 
@@ -121,12 +121,10 @@ def _other_nodes(x: LazyLogits) -> list[LazyLogits]:
 
 
 def scale_and_softcap(scales: tuple[float | None, ...]) -> tuple[float, float | None] | None:
-    """Return f and s of ``s * tanh(f * logits / s)``, or f and None of ``f * logits``.
+    """Return f and s of ``s * tanh(f * logits / s)``, f and None of ``f * logits``, or None.
 
     Args:
         scales: factors in the order in which they were applied, and None for a tanh.
-    Returns:
-        None: the steps have another form.
     """
     if None not in scales:
         return math.prod([s for s in scales if s is not None]), None

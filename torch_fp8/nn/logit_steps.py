@@ -1,8 +1,8 @@
-"""Operations on `LazyLogits` that leave them uncomputed; `torch_fp8.nn.logit_losses` ends them.
+"""Operations on `LazyLogits` that leave them uncomputed, before `torch_fp8.nn.logit_losses`.
 
 Programs cast logits, shift and flatten their tokens, move the classes, multiply by a factor or
-apply a softcap. Each of these is done to the hidden states of the rows instead, or noted. A meta
-tensor goes along, so that shapes, strides, dtypes and errors are torch's.
+apply a softcap. Each of these is done to the hidden states of the rows instead, or recorded. A meta
+tensor goes through the same steps, so that shapes, strides, dtypes and errors are torch's.
 
 Legend: H hidden features, V classes.
 """

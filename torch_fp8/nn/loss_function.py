@@ -30,7 +30,7 @@ def _scaled(
 ) -> Tensor | None:
     """Return grad times factor (), multiplied in float32 and rounded once to `dtype`.
 
-    In backward it is another tensor: a graph that is retained runs again.
+    In backward the result is a new tensor, because a graph that is retained runs again.
     """
     if grad is None:
         return None
@@ -47,8 +47,8 @@ def _wants(
 ) -> HeadOptions:
     """Return options with the gradients that the function's inputs need.
 
-    A gradient of the weight that one product computes is rounded there, as stock's is: at most
-    4,096 tokens need no float32 gradient, 2 GiB of Llama-3.1-8B.
+    A gradient of the weight that one product computes is rounded there, as stock's is. So up to
+    4,096 tokens need no float32 gradient, which takes 2 GiB in Llama-3.1-8B.
     """
     dgrad, wgrad, _, bgrad = ctx.needs_input_grad[:4]
     if may_drop and saves_nothing():

@@ -11,7 +11,7 @@ Cost per layer and forward: the product B A, one addition and one cast of the we
 the payload, 1 byte per element, which plain LoRA does not need. The merge takes 10 bytes per
 element, for one layer at a time. Evaluation reuses the payload while neither base nor adapter
 changes. Adapters stored in two halves report their changes (`torch_fp8.tensor.payload_cache`);
-others are known to be constant within a rollout only, which thus merges once. A CUDA graph merges
+others are known to be constant only within a rollout, which thus merges once. A CUDA graph merges
 in each replay. Such a layer is a graph break for torch.compile.
 
 Legend: M tokens, K in, N out, R rank.

@@ -10,7 +10,7 @@ old one, so this leads to a warning, too. The base layer below an adapter is sti
 
 Weights that `torch_fp8.freeze` stores as FP8 only never get a gradient, so an optimizer would
 silently skip them. Converting the optimizer raises an error, and so does the first step of an
-optimizer that is not converted. The frozen base below adapters is no mistake, because
+optimizer that is not converted. The frozen base below adapters is not a mistake, because
 ``AdamW(model.parameters())`` contains it and trains the adapters.
 """
 
@@ -45,7 +45,7 @@ _frozen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 """Optimizers that have no frozen weight of the models in `_frozen`."""
 _models: "weakref.WeakKeyDictionary[nn.Module, _Layers]" = weakref.WeakKeyDictionary()
-"""Watched models, with what converted last."""
+"""Watched models, with the layers of their last conversion."""
 _looks: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _read: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
 """Suspect layers in a job of several ranks; True if this rank's own backward made the gradient."""

@@ -74,13 +74,13 @@ class HeadFP8:
 
     @property
     def waits(self) -> bool:
-        """Whether logits are worth waiting with: a loss has used them, or may."""
+        """Whether to defer the logits, because a loss has used them, or may."""
         return self.fused > 0 or self.reads < _MOST_READS
 
     def gather(self, weight: Tensor) -> Any:
         """Gather a weight that FSDP2 has freed; return the module to reshard, None if none has it.
 
-        A module that stays gathered would run the next forward with the values of before a step.
+        A module that stays gathered would run the next forward with the values from before a step.
         """
         # the innermost first
         for module in sorted(self._fsdp_modules(), key=self._is_below, reverse=True):
@@ -137,7 +137,7 @@ def _note_graph(name: str, classes: int) -> None:
     """Warn that a graph has plain logits."""
     warn_once(
         f"FP8: the logits of '{name}' are in memory in a graph of torch.compile, {2 * classes:,} "
-        "bytes and more for each token, because the graph is not that of a whole model, or FSDP2 "
+        "bytes or more for each token, because the graph is not that of a whole model, or FSDP2 "
         "gathers the weight in FP8; docs/loss_head.md lists what needs no logits"
     )
 

@@ -1,7 +1,8 @@
 """Forwards of a layer without gradients whose weight is already cast (`tensor.payload_cache`).
 
-For one token Python's decisions how to multiply dominate: `repeated` takes those of the forward
-that cached the weight's payload. `served_in_graph` is the forward in a graph of torch.compile.
+For one token, Python's decisions on how to multiply take most of the time. So `repeated` reuses
+those of the forward that cached the weight's payload. `served_in_graph` is the forward in a graph
+of torch.compile.
 
 Legend: M tokens, K in, N out.
 """
@@ -70,20 +71,20 @@ def served_in_graph(
     scale: Tensor,
     granularity: Any,
     bias: Tensor | None,
-    casts: tuple[str, bool],
+    text: str,
     *buffers: Tensor,
 ) -> Tensor:
     """Run `linear_in_graph` without gradients, with a weight that is already cast.
 
     Args:
         qdata, scale, granularity: payload (N, K) of the weight.
-        x, bias, casts, buffers: arguments of `linear_in_graph`.
+        text: `LayerFP8.casts`.
+        x, bias, buffers: arguments of `linear_in_graph`.
     """
     out_dtype = output_dtype(x)
     if only_shape_matters(x):
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
-    text, ready = casts
-    options = graph_options(text, x.dtype, out_dtype, False, ready)
+    options = graph_options(text, x.dtype, out_dtype, False)
     a, _, _ = options.quantizers_of(buffers).input(x, rowwise=True, columnwise=False)
     assert a is not None
     b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum

@@ -167,7 +167,7 @@ class Float8RMSNorm(RunsFP8):
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
         """Return the quantizer of the expected reader, if the result can be cast for it now.
 
-        None in evaluation, where each reader casts with its own scale.
+        In evaluation it cannot, because each reader casts with its own scale.
         """
         reader = self.fp8.reader
         if reader is None or reader.source.scale is None or not self.training:
@@ -233,7 +233,7 @@ def _norm_in_graph(x: Tensor, weight: Tensor, eps: float, casts: str | None, *fo
 
     Args:
         x, weight, eps: arguments of the function.
-        casts: see `NormFP8`; None: nobody reads the result in FP8.
+        casts: see `NormFP8`; None if no layer reads the result in FP8.
         form: `offset`, `out_dtype` and `save_fp8` of `_Options`.
     """
     if only_shape_matters(x):
@@ -243,7 +243,7 @@ def _norm_in_graph(x: Tensor, weight: Tensor, eps: float, casts: str | None, *fo
 
 
 class _Unread(Producer):
-    """An output of a norm that computes nothing before it is read, nor `saved`: x in FP8."""
+    """A norm's output, which is computed, like `saved` (x in FP8), when it is first read."""
 
     saved: Sequence[Tensor | None] = ()
 

@@ -13,7 +13,7 @@ TOLERANCE = 1 + 2**-20
 
 
 class Saturation:
-    """What the layers of a model share whose scales come from the last step.
+    """State shared by the layers of a model whose scales come from the last step.
 
     Each optimizer step compares the recorded amaxes with the scales that the casts used, on the
     device. The host reads the result at the next step, when it is there, and waits for nothing. If
@@ -22,12 +22,13 @@ class Saturation:
 
     Attributes:
         returns: whether casts use current scales now.
+        traced: whether torch.compile has traced a layer of the model.
         count: number of operands that have saturated so far, once for each step.
         members: the layers' `torch_fp8.nn.delayed_scaling.LayerScaling`.
     """
 
     def __init__(self) -> None:
-        self.returns, self.count = False, 0
+        self.returns, self.traced, self.count = False, False, 0
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pending: dict[int, tuple[Tensor, Any]] = {}
         self._jumped: set[int] = set()

@@ -16,8 +16,8 @@ class ScalingRule(NamedTuple):
     Attributes:
         history_len, algorithm: length of the histories, and the amax that a scale takes from one.
         margins: headroom of input, weight and gradient in powers of two.
-        eager: whether eager code uses the scales, too; else graphs of torch.compile alone, which
-            cast the weight with its current scale.
+        eager: whether eager code uses the scales, too; otherwise only graphs of torch.compile do,
+            which cast the weight with its current scale.
     """
 
     history_len: int

@@ -28,7 +28,7 @@ from torch_fp8.tensor.split_weight import stored
 
 
 class CastOperands(NamedTuple):
-    """The cast operands of fprop, and what backward needs of them.
+    """The cast operands of fprop, and what backward needs from them.
 
     Attributes:
         input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.

@@ -112,7 +112,7 @@ def refuse_sharding(config: FP8Config) -> None:
 
 
 def alignment(recipe: Recipe) -> int:
-    """Return the number of which tokens, input and output features have to be multiples."""
+    """Return the multiple that token and feature counts must have."""
     return 32 if recipe.name == "mxfp8" else GEMM_ALIGNMENT  # whole blocks, or cuBLAS's alignment
 
 

@@ -35,7 +35,7 @@ class TrialReads:
 
     Args:
         cls: the user's class of the module.
-        own: values by name; `Absent`: the class has the attribute.
+        own: values by name, or `Absent` if the class has the attribute.
         children: the same of the children that the code called, by name. They have no hooks.
     """
 

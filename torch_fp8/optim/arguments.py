@@ -1,17 +1,16 @@
-"""Optimizers as users pass them: wrapped by a host, or wrong.
+"""Checks of an optimizer before its conversion, and the choice of weights that can be split.
 
-States can follow every sharding along rows (column-wise parallel, FSDP2). If a matrix is sharded
-along its columns (row-wise parallel), groups of 32 start anew on each rank; the states equal those
-of the whole matrix bit for bit if each rank has a multiple of 32 columns. One byte of a residual
-cannot be shared by two ranks.
+**Sharding** (`check_shardings`). States can follow every sharding along rows (column-wise parallel,
+FSDP2). If a matrix is sharded along its columns (row-wise parallel), groups of 32 start anew on
+each rank; the states equal those of the whole matrix bit for bit if each rank has a multiple of 32
+columns. One byte of a residual cannot be shared by two ranks.
 
-Conversion of optimi's StableAdamW, which is AdamW with update clipping (arXiv 2304.13013).
+**optimi's StableAdamW** (`adopt_stable_adamw`), which transformers uses for
+``optim="stable_adamw"``, is AdamW with update clipping (arXiv 2304.13013). `torch_fp8.ops.adamw`
+computes the same with ``FP8Config(update_clipping=True)``: bias-corrected moments, clipping by the
+RMS of ``g / sqrt(v)``, and decoupled decay.
 
-transformers uses it for ``optim="stable_adamw"``. Bias-corrected moments, clipping by the RMS of
-``g / sqrt(v)`` and decoupled decay are what `torch_fp8.ops.adamw` computes with
-``FP8Config(update_clipping=True)``.
-
-The choice of weights that can be split: those that only their own forward reads.
+**Weights that can be split** (`reasons_to_stay`) are those that only their own forward reads.
 
 Under autocast a float32 weight is cast only where a matrix product reads it. A parametrization,
 ``autocast(enabled=False)``, a merge of adapters or a fused operator sees float32 weights. A split
@@ -63,7 +62,7 @@ def check_trained(optimizer: Optimizer, config: FP8Config, model: nn.Module | No
     """Check that an optimizer can be converted as configured, and that it trains the model.
 
     Raises:
-        TypeError: the optimizer is not one of torch.
+        TypeError: the optimizer does not derive from torch.optim.Optimizer.
         ValueError: the optimizer has none of the model's parameters, or it has a frozen weight or
             one created inside ``torch.inference_mode()``; or O3 needs the model.
     """

@@ -35,7 +35,7 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport
 from torch_fp8.optim.residual import drop_residuals
 from torch_fp8.optim.split_optimizer import SplitOptimizer, join_parameters, reason_to_keep_weights
-from torch_fp8.optim.state import State, is_large, settle_moments
+from torch_fp8.optim.state import State, is_large, settle_state
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
@@ -103,7 +103,7 @@ def convert_optimizer(
     for _, _, parameter in optimizer.indexed_parameters():
         state: State = optimizer.state.get(parameter, {})
         if "exp_avg" in state:  # of steps before the conversion
-            settle_moments(parameter, state)
+            settle_state(parameter, state)
     parameters = [p for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)]
     split = _split_weights(optimizer, model)
     num_large, num_cached = sum(map(is_large, parameters)), keep_payloads(optimizer, model)

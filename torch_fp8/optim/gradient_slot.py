@@ -163,8 +163,6 @@ def attach_slots(optimizer: Any) -> int:
     narrow = bool(weights) or any(isinstance(shard, SplitShard) for shard in sharded)
     for index, _, parameter in indexed:
         slot = slot_of(parameter)
-        if slot is None and not (weights or release or narrow):
-            continue
         quantize = bool(weights) and parameter in weights
         averaged = slot is not None and slot.exchange is not None
         if not (quantize or release or averaged or (narrow and isinstance(parameter, DTensor))):

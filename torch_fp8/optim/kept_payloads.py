@@ -79,7 +79,7 @@ def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, 
 
 
 def payloads_fit(casts: Mapping[Halves, PayloadCast], optimizer: Optimizer) -> bool:
-    """Return whether the payloads fit beside the rest of training, by one rank's free memory.
+    """Return whether the payloads fit next to what training will need, by one rank's free memory.
 
     Args:
         casts: the weights and their casts.
@@ -97,10 +97,7 @@ def payloads_fit(casts: Mapping[Halves, PayloadCast], optimizer: Optimizer) -> b
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device that nobody uses, or that torch's allocator holds unused.
-
-    It is None for other devices.
-    """
+    """Return a CUDA device's free bytes, including those that torch caches, or None elsewhere."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

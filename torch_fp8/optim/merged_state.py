@@ -62,8 +62,8 @@ def stream_state_dict(
 
     Args:
         model, optimizer: see `merged_state_dict`.
-        dtype: the dtype of floating-point parameters. None: BF16 for weights stored as FP8 only,
-            float32 for weights with a residual, and their own dtype for the rest.
+        dtype: the dtype of floating-point parameters, or None for BF16 if a weight is stored as FP8
+            only, float32 if it has a residual, and its own dtype otherwise.
     Yields:
         Pairs of a key of ``model.state_dict()``, in its order, and a plain CPU tensor. A tied
         weight is yielded once for each of its keys.

@@ -37,11 +37,9 @@ from torch_fp8.optim.residual import (
 from torch_fp8.optim.state import (
     FORMATS_KEY,
     STATE_FORMATS,
-    State,
     from_checkpoint,
     is_large,
-    new_state,
-    settle_moments,
+    settle_state,
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
@@ -85,11 +83,11 @@ class Float8Optimizer(ConvertedOptimizer):
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
-            grad = settled_gradient(parameter, grad)
+            grad = grad if type(grad) is Tensor else settled_gradient(parameter, grad)
             state, halves = self.state[parameter], halves_of(parameter)
             matrix = None if halves is None else current_matrix(index, halves, state, grad)
             if matrix is None:
-                self._settle_state(parameter, state)
+                settle_state(parameter, state)
                 if halves is not None:
                     settle_weight(parameter, halves, self.fp8_config.seed, state, index)
             entry = Entry(index, group, parameter, state, grad, halves, matrix)
@@ -104,15 +102,6 @@ class Float8Optimizer(ConvertedOptimizer):
         step_large(large, self.fp8_config)
         for group in self.param_groups:
             step_small(group, [entry for entry in small if entry.group is group])
-
-    @staticmethod
-    def _settle_state(parameter: Tensor, state: State) -> None:
-        """Create a parameter's state at the first step, and repair outside changes."""
-        if "step" not in state:
-            state.update(new_state(parameter))
-        if not state["step"].is_cpu:
-            state["step"] = state["step"].cpu()
-        settle_moments(parameter, state)
 
     def set_config(self, config: FP8Config) -> None:
         """Set the configuration."""
@@ -134,7 +123,7 @@ class Float8Optimizer(ConvertedOptimizer):
         """Return the state in torch.optim.AdamW's format, on the CPU.
 
         With ``checkpoint_states="fp8"`` 8-bit moments stay encoded. A weight that the user holds in
-        BF16 has its ``residual`` in its state. Beside ``state`` and ``param_groups`` the dict has
+        BF16 has its ``residual`` in its state. Besides ``state`` and ``param_groups`` the dict has
         this package's options, and the residuals of weights that were not stepped yet. State dict
         hooks run as in a stock optimizer: post hooks see the returned dict and can change it.
         """
@@ -166,7 +155,7 @@ class Float8Optimizer(ConvertedOptimizer):
         """Load a state of this class, of torch.optim.AdamW or of Adam.
 
         A run continues bit for bit from a state of this class. A state without residuals (a stock
-        one) leaves the weights' present residuals. You can load the weights before or after a state
+        one) leaves the weights' current residuals. You can load the weights before or after a state
         with residuals. Hooks run as in a stock optimizer: pre hooks can change the dict, post hooks
         see it loaded.
 

@@ -24,7 +24,7 @@ class OptimizerReport:
             deepcopy, pickling, ``assign=True``) and put back.
         num_cached: the number of weights whose FP8 payloads are kept between steps.
         num_large: the number of parameters that are large enough for 8-bit states.
-        states: a description of the optimizer's present states, for the summary.
+        states: a description of the optimizer's current states, for the summary.
         notes: options of the configuration that do not apply to this optimizer.
     """
 

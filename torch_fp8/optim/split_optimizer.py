@@ -7,7 +7,7 @@ States are unchanged in memory and in checkpoints, which have the optimizer's ow
 The step is the optimizer's own, closure included, on the Parameters themselves. Operators read and
 write a split weight as float32, exactly with 16 residual bits (`torch_fp8.tensor.split_weight`).
 After the step this class rounds each weight that was written to 8 residual bits. So at the end of a
-step a weight takes 4 bytes, and one more operand of an operator at a time is float32.
+step a weight takes 4 bytes, and one operand of an operator at a time exists in float32, too.
 
 A write to ``p.grad`` is rounded to the gradient's precision. For the time of a step of another
 library, 8-bit gradients therefore become BF16. ``torch.optim`` never writes gradients.
@@ -117,8 +117,8 @@ class SplitOptimizer(ConvertedOptimizer):
         packed: dict[str, Any] = super().state_dict()
         packed[OPTIONS_KEY] = saved_options(self.fp8_config.seed, steps=self.fp8_steps)
         if self._meshes() and self.fp8_steps:
-            # torch.distributed.checkpoint saves only states and groups. Of what an optimizer does
-            # not have before its first step, it loads 1-D tensors alone.
+            # torch.distributed.checkpoint saves only states and groups. It loads an entry that an
+            # optimizer does not have before its first step only if this is a 1-D tensor.
             for group in packed["param_groups"]:
                 group[STEPS] = torch.tensor([self.fp8_steps], device="cpu", dtype=torch.int64)
         return packed

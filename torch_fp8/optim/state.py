@@ -15,7 +15,7 @@ A checkpoint has torch.optim.AdamW's names, shapes and dtype (``step``, ``exp_av
 float32), so stock AdamW can load it. A weight that the user holds in BF16 also has a ``residual``
 there (`torch_fp8.optim.residual`). With ``FP8Config(checkpoint_states="fp8")`` the checkpoint has
 the moments in their stored form, codes and scales, 1.03 bytes per element. A moment of shape
-(..., K), for example ``exp_avg``, becomes two tensors beside ``step``::
+(..., K), for example ``exp_avg``, becomes two tensors::
 
     exp_avg_codes   (..., K) uint8
     exp_avg_scale   (..., ceil(K / 32)) uint8, one for each group of 32 along the last dimension
@@ -75,8 +75,8 @@ def new_state(parameter: Tensor) -> State:
     return state
 
 
-def settle_moments(parameter: Tensor, state: State) -> None:
-    """Bring moments that were assigned or moved outside to the form and device of the step.
+def settle_state(parameter: Tensor, state: State) -> None:
+    """Create a state, or bring what was assigned or moved outside to the step's form and device.
 
     Args:
         parameter: the parameter.
@@ -85,6 +85,10 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
+    if "step" not in state:
+        state.update(new_state(parameter))
+    if not state["step"].is_cpu:
+        state["step"] = state["step"].cpu()
     large, like = is_large(parameter), local(parameter)
     cls, dtype = (Float8Moment, torch.float32) if large else (Tensor, small_dtype(parameter))
     for name, format in MOMENT_FORMATS.items():

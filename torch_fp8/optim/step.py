@@ -1,6 +1,8 @@
 """The step of parameters: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
+import operator
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,31 +62,36 @@ class KeptMatrix(NamedTuple):
 
     Attributes:
         matrix: the matrix, without gradient and moments.
-        codes: weak references to the codes of its moments.
+        codes_of: function from a moment in the optimizer's state to its codes.
+        first, second: weak references to the codes of the moments.
     """
 
     matrix: WeightMatrix
-    codes: tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]"]
+    codes_of: Callable[[Any], Any]
+    first: "weakref.ref[Tensor]"
+    second: "weakref.ref[Tensor]"
 
     @staticmethod
-    def of(matrix: WeightMatrix) -> "KeptMatrix":
-        codes = weakref.ref(matrix.exp_avg.qdata), weakref.ref(matrix.exp_avg_sq.qdata)
+    def of(matrix: WeightMatrix, state: State) -> "KeptMatrix":
+        is_sharded = isinstance(state["exp_avg"], DTensor)
+        codes_of = operator.attrgetter("_local_tensor.codes" if is_sharded else "codes")
+        first, second = weakref.ref(matrix.exp_avg.qdata), weakref.ref(matrix.exp_avg_sq.qdata)
         none: Any = None
-        return KeptMatrix(matrix._replace(grad=none, exp_avg=none, exp_avg_sq=none, memo=[]), codes)
-
-
-_NO_CODES: Any = (object(),)
+        bare = matrix._replace(grad=none, exp_avg=none, exp_avg_sq=none, memo=[])
+        return KeptMatrix(bare, codes_of, first, second)
 
 
 def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
     """Return the last step's matrix with a gradient, or None if weight or moments have changed."""
     kept: KeptMatrix | None = halves.matrix
-    if kept is None or halves.stepped != halves.version or "exp_avg" not in state:
+    if kept is None or halves.stepped != halves.version:
         return None
-    matrix, (first_codes, second_codes) = kept
-    first: Any = getattr(local(state["exp_avg"]), "codes", _NO_CODES)
-    second: Any = getattr(local(state["exp_avg_sq"]), "codes", _NO_CODES)
-    same = first[0] is first_codes() and second[0] is second_codes()
+    matrix, codes_of, first, second = kept
+    try:
+        exp_avg, exp_avg_sq = codes_of(state["exp_avg"]), codes_of(state["exp_avg_sq"])
+    except (KeyError, AttributeError):  # a new state, or plain tensors that were assigned
+        return None
+    same = exp_avg[0] is first() and exp_avg_sq[0] is second()
     if not same or not state["step"].is_cpu:
         return None
     gradient = gradient_matrix(grad, matrix.weight.shape)
@@ -92,7 +99,8 @@ def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> W
         codes = gradient.qdata if isinstance(gradient, GradientParts) else gradient
         if codes.data_ptr() % 16:
             return None
-    return WeightMatrix(*matrix[:2], gradient, first, second, *matrix[5:-1], number)
+    others: Any = (*matrix[5:-1], number)
+    return WeightMatrix(*matrix[:2], gradient, exp_avg, exp_avg_sq, *others)
 
 
 def step_large(entries: list[Entry], config: FP8Config) -> None:
@@ -121,22 +129,22 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
             if halves is not None and halves.payload is not None:
                 matrix = _with_payload(matrix, halves)
             if halves is not None and write_back is None:
-                halves.matrix = KeptMatrix.of(matrix)
+                halves.matrix = KeptMatrix.of(matrix, state)
         at = id(group), float(state["step"])
         if at not in of_groups:
             of_groups[at] = _scalars(group, at[1], config.seed)
         prepared.append((matrix, of_groups[at], state, write_back, halves))
-    amaxes = [matrix.amax for matrix, *_ in prepared if matrix.amax is not None]
+    amaxes = [p[0].amax for p in prepared if p[0].amax is not None]
     if amaxes:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
-    devices = [matrix.weight.device for matrix, *_ in prepared]
+    devices = [p[0].weight.device for p in prepared]
     for device in dict.fromkeys(devices):
         _step_on(device, [p for p, x in zip(prepared, devices, strict=True) if x == device], config)
-    for matrix, _, _, write_back, halves in prepared:
+    for (matrix, _, _, write_back, halves), version in zip(prepared, VERSIONS, strict=False):
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
         if halves is not None:
-            halves.version = halves.measured = halves.stepped = next(VERSIONS)
+            halves.version = halves.measured = halves.stepped = version
             if matrix.payload is not None:
                 halves.filled = halves.version
             if halves.cast is not None:
@@ -162,7 +170,7 @@ def _with_payload(matrix: WeightMatrix, halves: Halves) -> WeightMatrix:
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
     if device.type == "meta":
         return  # only the bytes of states and residuals are counted
-    entries = [(matrix, scalars) for matrix, scalars, *_ in prepared]
+    entries = [p[:2] for p in prepared]
     multipliers: list[Tensor | None] = []
     on_card = device.type == "cuda"
     if on_card:
@@ -278,7 +286,7 @@ def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
     )
 
 
-def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
+def gradient_matrix(grad: Tensor, shape: tuple[int, ...]) -> Tensor | GradientParts:
     """Return a gradient in the form that the step accepts.
 
     Args:

@@ -169,5 +169,37 @@ class ScaleSource:
             raise_slot(self.slot, amax)
 
 
+class TableScale(ScaleSource):
+    """The source of a graph's cast with a scale from a table (L, 3, 4).
+
+    If backward read the view of the table that forward reads, the graph would save the view, too.
+    So backward makes another one, by `again`.
+
+    Args:
+        table, row: scales of several layers, and index of the layer.
+        operand: input (0), weight (1) or gradient of the output (2), which backward casts.
+        slot: see `ScaleSource`.
+    """
+
+    def __init__(self, table: Tensor, row: int, operand: int, slot: Tensor | None) -> None:
+        self.table, self.row, self.operand, self.slot = table, row, operand, slot
+
+    @property
+    def scale(self) -> Any:  # type: ignore[override]
+        scale: Any = self.table[self.row, self.operand, 0]
+        scale.fp8_again = self.again
+        return self.again() if self.operand == 2 else scale
+
+    def again(self) -> Tensor:
+        return self.table.view(-1)[12 * self.row + 4 * self.operand]  # (L, 3, 4) -> (12 L,)
+
+
+def graph_source(scales: Any, row: int | None, operand: int, slot: Tensor | None) -> ScaleSource:
+    """Return the source of one operand from `torch_fp8.nn.scale_buffers.graph_buffers`."""
+    if scales is None or row is None:
+        return ScaleSource(None if scales is None else scales[operand, 0], slot)
+    return TableScale(scales, row, operand, slot)
+
+
 OF_TENSOR = ScaleSource()
 """Source without a known scale: each tensor is scaled by its own amax."""

@@ -198,5 +198,6 @@ def in_shared_memory(tensor: Tensor) -> bool:
 
     Version numbers count the writes of one process. Processes share our tensors only on the CPU.
     """
-    is_kept = not torch.compiler.is_compiling()  # compiled code derives everything anew
-    return is_kept and tensor.device.type == "cpu" and tensor.is_shared()
+    if not tensor.is_cpu or torch.compiler.is_compiling():  # compiled code derives all anew
+        return False
+    return tensor.is_shared()

@@ -111,8 +111,8 @@ class Halves:
         cast, payload: a cast of `high`, and its result when `filled` was the version, which the
             optimizer's step renews in place, or None if it is not kept. Read it by
             `current_payload`.
-        matrix: kernel arguments of an optimizer's step that made `stepped`, while that is the
-            version and these tensors are the same, or None.
+        matrix: the kernel's arguments in the optimizer's step that set `stepped`, or None. They
+            hold while `stepped` equals `version` and the tensors are the same.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from torch_fp8.ops.quantize import (
 )
 from torch_fp8.ops.registry import is_visible
 from torch_fp8.ops.scaled_mm import cast
+from torch_fp8.quantization import scaling
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import ScaleSource, group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
@@ -245,18 +246,17 @@ class Quantizers(NamedTuple):
     channels: ChannelMaxima | None = None
     observer: Any = None
 
-    def in_graph(self, ready: bool, training: bool, buffers: tuple[Tensor, ...]) -> "Quantizers":
+    def in_graph(self, training: bool, buffers: tuple[Any, ...]) -> "Quantizers":
         """Return these quantizers with the scales and slots of a graph's buffers.
 
         Args:
-            ready: whether the scales are known.
             training: whether amaxes of input and weight are recorded.
-            buffers: see `torch_fp8.nn.delayed_scaling.BUFFERS`, without the histories.
+            buffers: see `torch_fp8.nn.scale_buffers.graph_buffers`.
         """
-        scales, *slots = buffers  # (3, 4); () of input, weight and gradient
-        known = [scales[i, 0] if ready else None for i in range(3)]
-        recorded = slots if training else (None, None, slots[2])
-        of_input, of_weight, of_gradient = map(ScaleSource, known, recorded)
+        row, scales, *slots = buffers  # (3, 4), or (L, 3, 4); () of input, weight and gradient
+        slots = slots if training else [None, None, slots[2]]
+        sources = [scaling.graph_source(scales, row, i, slot) for i, slot in enumerate(slots)]
+        of_input, of_weight, of_gradient = sources
         weight = self.weight.quantizer
         if weight.spec.delayed:
             weight = weight._replace(source=of_weight)

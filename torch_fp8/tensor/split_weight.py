@@ -15,6 +15,7 @@ their gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad
 """
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -201,12 +202,12 @@ class SplitWeight(SplitTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return self.halves.flattened()
 
-    # Inputs of graphs, which each call reads.
-    high = property(lambda self: self.halves.high)
-    residual = property(lambda self: self.halves.residual)
+    # Inputs of graphs, which each call reads in this order: the payload is renewed with its scale.
+    high = property(operator.attrgetter("halves.high"))
+    residual = property(operator.attrgetter("halves.residual"))
     fp8_amax = property(lambda self: self.halves.graph_amax())
     fp8_payload = property(lambda self: self.halves.graph_payload().qdata)
-    fp8_scale = property(lambda self: self.halves.graph_payload().scale)
+    fp8_scale = property(operator.attrgetter("halves.payload.scale"))
 
     @staticmethod
     def __tensor_unflatten__(

@@ -234,7 +234,6 @@ def test_the_dispatcher_sees_operators_on_batched_gradients(monkeypatch):
 
 def test_compiled_layers_follow_into_high_precision_and_back():
     stock, converted = stock_and_converted("linear")
-    torch.compiler.reset()
     compiled = torch.compile(converted, backend="eager", fullgraph=True)
     in_fp8 = compiled(_x())
     with torch_fp8.high_precision():

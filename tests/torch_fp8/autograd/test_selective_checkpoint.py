@@ -81,7 +81,6 @@ def test_in_a_compiled_graph_torch_keeps_fp8(recipe):
         payloads.append([v.shape for v in _results(graph) if v.dtype == torch.float8_e4m3fn])
         return graph
 
-    torch._dynamo.reset()
     backend = aot_autograd(
         fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )

@@ -133,10 +133,10 @@ BROKEN = {
     "zero": (_with(KEY, lambda s: s * 0), rf"'{KEY}' holds a scale of zero or below"),
     "negative": (_with(KEY, lambda s: -s), rf"'{KEY}' holds a scale of zero or below"),
     "integer": (_with(KEY, lambda s: s.int()), rf"'{KEY}' has dtype torch.int32"),
-    "no weight": (_without("up_proj.weight"), rf"'{KEY}' has no E4M3 weight beside it"),
+    "no weight": (_without("up_proj.weight"), rf"'{KEY}' has no E4M3 weight to scale"),
     "BF16 weight": (
         _with("up_proj.weight", lambda w: w.bfloat16()),
-        rf"'{KEY}' has no E4M3 weight beside it",
+        rf"'{KEY}' has no E4M3 weight to scale",
     ),
     "no matrix": (
         _with("up_proj.weight", lambda w: w.view(2, -1, w.shape[1])),

@@ -15,6 +15,7 @@ import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
 from tests.internals import linear_function, pause
 from tests.internals import whole_folder_module as whole_folder
+from tests.models import SIZES
 from torch_fp8 import FP8Config, convert_to_float8, export
 
 
@@ -416,16 +417,9 @@ def test_stacked_weights_are_cut_at_multiples_of_128(tmp_path):
     from transformers import Phi3Config, Phi3ForCausalLM
 
     def phi(**changes):
-        options = {
-            "vocab_size": 256,
-            "hidden_size": 256,
-            "intermediate_size": 256,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "pad_token_id": 0,
-        }
-        model = Phi3ForCausalLM(Phi3Config(**(options | changes))).bfloat16()
+        sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 256}
+        sizes |= {"num_hidden_layers": 1, "num_key_value_heads": 4, "pad_token_id": 0}
+        model = Phi3ForCausalLM(Phi3Config(**SIZES | sizes | changes)).bfloat16()
         convert_to_float8(model, "blockwise")
         return model
 

@@ -2,10 +2,9 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch import nn
 
+from tests.fp8_checkpoints import adapted
 from tests.internals import export_checkpoint, grouped_linear_function, make_recipe
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, export, weights_for_engine
@@ -156,22 +155,15 @@ def test_experts_that_checkpoints_do_not_split(tmp_path, name):
     }
 
 
-def adapted():
-    torch.manual_seed(0)
+def adapted_experts():
     targets = ["experts.gate_up_proj", "experts.down_proj"]
-    model = get_peft_model(
-        moe_model("Qwen3Moe", **WIDE), LoraConfig(target_parameters=targets, r=4)
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    convert_to_float8(model, FP8Config(recipe="blockwise"))
-    return model
+    model = moe_model("Qwen3Moe", **WIDE)
+    return adapted(model, FP8Config(recipe="blockwise"), target_parameters=targets)
 
 
 @pytest.mark.parametrize("adapters", ["merge", "apart"])
 def test_adapters_of_experts_are_folded_in_or_left_out(tmp_path, adapters):
-    model = adapted()
+    model = adapted_experts()
     handed = dict(weights_for_engine(model, adapters=adapters))
     export(model, tmp_path / "out", adapters=adapters)
     stored = read(tmp_path / "out")

@@ -3,19 +3,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from tests.fp8_checkpoints import tiny_llama
+from tests.fp8_checkpoints import adapted, tiny_llama
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 
 
 def _adapted(**options):
-    torch.manual_seed(0)
-    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], **options}
-    model = get_peft_model(tiny_llama(), LoraConfig(**options))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    convert_to_float8(model, FP8Config(recipe="blockwise"))
-    return model
+    options = {"target_modules": ["q_proj", "down_proj"], **options}
+    return adapted(tiny_llama(), FP8Config(recipe="blockwise"), **options)
 
 
 def _stored(folder):

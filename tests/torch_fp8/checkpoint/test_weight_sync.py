@@ -1,10 +1,9 @@
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.fp8_checkpoints import LiveStorages, tiny_llama, write_llama
+from tests.fp8_checkpoints import LiveStorages, adapted, tiny_llama, write_llama
 from tests.internals import linear_function, make_recipe, pause
 from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen, weights_for_engine
 from torch_fp8.ops.quantize import dequantize, quantize
@@ -19,15 +18,8 @@ def _model(recipe="blockwise", **changes):
 
 
 def _adapted(**changes):
-    torch.manual_seed(0)
-    model = get_peft_model(
-        tiny_llama(**changes), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    convert_to_float8(model, FP8Config(recipe="blockwise"))
-    return model
+    config = FP8Config(recipe="blockwise")
+    return adapted(tiny_llama(**changes), config, target_modules=["q_proj", "up_proj"])
 
 
 def _multiplied(monkeypatch, model):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.internals import local, scaling_buffers, sqnr_db
+from tests.internals import scaling_buffers, sqnr_db
 from tests.models import llama
 from tests.steps import adamw
 from tests.torch_fp8.distributed.cases.parallel_ranks import WIDTH, Pair, pair_plan, parallel, rand
@@ -55,7 +55,7 @@ def test_ranks_that_share_weights_agree_on_the_last_steps_scales():
     _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
     assert all(layer.fp8.scales_known for layer in layers)
-    scales = same_on_ranks([local(layer.fp8_scales)[:, 0].tolist() for layer in layers])
+    scales = same_on_ranks([scaling_buffers(layer)[1][:, 0].tolist() for layer in layers])
     assert all(scale > 0 for of_layer in scales for scale in of_layer)
 
 
@@ -80,7 +80,7 @@ def test_ranks_with_parts_of_an_input_agree_on_the_last_steps_scales():
         slots = [scaling_buffers(layer)[2] for layer in (model.up, model.down)]
         recorded = [[float(slot.view(torch.float32)) for slot in each] for each in slots]
         optimizer.step()
-        scales = [local(layer.fp8_scales)[:, 0].tolist() for layer in (model.up, model.down)]
+        scales = [scaling_buffers(layer)[1][:, 0].tolist() for layer in (model.up, model.down)]
         with torch.no_grad():
             assert sqnr_db(model(x).float(), output.float()) > 22
         first, second = of_ranks(recorded)

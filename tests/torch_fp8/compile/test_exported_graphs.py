@@ -141,7 +141,6 @@ def test_a_graph_of_dynamo_is_exported_with_its_products_in_fp8():
         graphs.append((graph, tuple(inputs)))
         return graph
 
-    torch.compiler.reset()
     y = torch.compile(converted, backend=keep, fullgraph=True)(_x())
     ((graph, inputs),) = graphs
     program = torch.export.export(graph, inputs, strict=False)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 
+from tests.models import SIZES
 from tests.saved_activations import count_saved
 from tests.steps import renew_scales
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, selective_checkpoint_contexts
@@ -40,13 +41,8 @@ class Block(nn.Module):
     def __init__(self, family="llama", **options):
         super().__init__()
         config_class, layer_class = LAYERS[family]
-        config = config_class(
-            hidden_size=128,
-            intermediate_size=384,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            pad_token_id=0,
-        )
+        sizes = SIZES | {"hidden_size": 128, "intermediate_size": 384, "pad_token_id": 0}
+        config = config_class(**sizes)
         config._attn_implementation = "sdpa"
         torch.manual_seed(0)
         self.layer = layer_class(config, 0).bfloat16()
@@ -335,7 +331,6 @@ def test_lengths_that_change(options):
     layer = Block(**options).layer
     block = nn.Sequential(layer.post_attention_layernorm, layer.mlp)
     twin = copy.deepcopy(block)
-    torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=Partitioned().backend)
     for tokens in (24, 40):
         x = torch.randn(2, tokens, 128).bfloat16()
@@ -353,7 +348,6 @@ def test_two_norms_of_one_epsilon_with_symbolic_shapes():
     """There a float that a module holds is an input of the graph."""
     block = Block()
     twin = copy.deepcopy(block)
-    torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=Partitioned().backend)
     x = torch.randn(2, TOKENS // 2, 128).bfloat16()
     _assert_equal([block(x)], [compiled(x)])
@@ -374,7 +368,6 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph(family):
     model = nn.ModuleList(layers)
     convert_to_float8(model)
     assert [layer.mlp.fp8.name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
-    torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     angles = Block(family).angles
     x = torch.randn(2, TOKENS // 2, 128).bfloat16().requires_grad_()

@@ -120,7 +120,6 @@ def test_another_number_of_tokens_of_a_dynamic_graph():
         seen.append(graph)
         return graph
 
-    torch.compiler.reset()
     compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
     for tokens in (16, 23, 5):
         assert compiled(torch.randn(2, tokens, SIZE)).shape == (2, tokens, 48)

@@ -62,20 +62,15 @@ def test_norms_and_mlps_are_connected_once(monkeypatch, is_converted):
     assert connected == [model]
 
 
-def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(monkeypatch):
+def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(spy):
     model = Net()
     freeze(model, FP8Config(recipe="tensorwise"))
-    products = []
     from tests.internals import linear_function
 
-    stock = linear_function.scaled_matmul
+    def shapes(a, b, *_, **options):
+        return tuple(a.qdata.shape), tuple(b.qdata.shape)
 
-    def counted(a, b, *args, **kwargs):
-        products.append((tuple(a.qdata.shape), tuple(b.qdata.shape)))
-        return stock(a, b, *args, **kwargs)
-
-    monkeypatch.setattr(linear_function, "scaled_matmul", counted)
-    saved = []
+    products, saved = spy(linear_function, "scaled_matmul", shapes), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         hidden = model.embed(IDS)
         out = model.up(hidden)

@@ -153,7 +153,6 @@ def test_an_input_is_cast_once_for_all_that_share_it(recipe):
 )
 def test_bytes_that_backward_needs(options, norm_bytes, product_bytes, linear_bytes):
     """Per token: the norm's input, one payload for gate and up, gate and up, down's input."""
-    torch.manual_seed(0)
     model = nn.Sequential(Norm(128), MLP(128, 384)).bfloat16()
     convert_to_float8(model, FP8Config(**options))
     tokens = 256
@@ -182,7 +181,6 @@ def test_frozen_layers_get_no_transposed_input():
 
 def test_others_get_the_plain_tensor_and_its_gradient():
     """An adapter beside an FP8 layer reads the exact output of the norm."""
-    torch.manual_seed(0)
     norm, adapter = Norm(64).bfloat16(), nn.Linear(64, 8, bias=False).bfloat16()
     model = nn.ModuleDict({"norm": norm, "base": nn.Linear(64, 64).bfloat16()})
     convert_to_float8(model)
@@ -309,7 +307,6 @@ def test_checkpointed_regions_that_end_with_a_norm(reentrant):
 
 
 def test_conversion_is_idempotent_and_reverts():
-    torch.manual_seed(0)
     model = Model()
     classes = {n: type(m) for n, m in model.named_modules()}
     keys, parameters = list(model.state_dict()), list(model.parameters())

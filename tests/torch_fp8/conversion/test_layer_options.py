@@ -9,12 +9,7 @@ import torch
 
 from tests.internals import Float8GatedMLP, Float8RMSNorm
 from tests.torch_fp8.block_models import Model
-from torch_fp8 import (
-    Float8Linear,
-    FP8Config,
-    convert_to_float8,
-    freeze,
-)
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, freeze
 
 
 def _model():

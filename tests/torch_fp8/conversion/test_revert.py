@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 
 
@@ -11,9 +12,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 def test_revert_leaves_gradients_as_they_read(split):
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     config = FP8Config(opt_level="O3", split_weights=split)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_to_float8(model, config)
-    convert_optimizer(optimizer, config, model=model)
+    _optimizer, _ = adamw(model, config)
     model(torch.randn(8, 64)).square().mean().backward()
     read = [p.grad.float() + 0.0 for p in model.parameters()]
     revert(model)

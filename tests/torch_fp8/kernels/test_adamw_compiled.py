@@ -173,7 +173,10 @@ def test_a_kept_table_takes_the_gradients_and_scalars_of_each_step(grad):
         (kind,) = adamw._classes(entries)
         assert list(adamw._classes(kept)) == [kind]
         factors = [torch.ones(()), None]
-        new, old = (adamw._tables(each, kind, lr_multipliers=factors) for each in (entries, kept))
+        new, old = (
+            adamw._tables(each, adamw._classes(each)[kind], kind, lr_multiplier=factors)
+            for each in (entries, kept)
+        )
         assert all(torch.equal(x, y) for x, y in zip(new[:2], old[:2], strict=True))
         key = Record._fields.index("key0")
         keys = [list(stream_keys(i, after=step)) for i in range(2)]

@@ -20,11 +20,11 @@ SHAPE = (4, 24)
 class LanguageModel(nn.Module):
     """Hidden states (B, S) -> logits (B, S, V), with a layer in between that runs in FP8."""
 
-    def __init__(self, bias=False, tied=False):
+    def __init__(self, bias=False, tied=False, classes=V):
         super().__init__()
         self.embed = nn.Embedding(V, H)
         self.inner = nn.Linear(H, H)
-        self.lm_head = nn.Linear(H, V, bias=bias)
+        self.lm_head = nn.Linear(H, classes, bias=bias)
         nn.init.normal_(self.lm_head.weight, std=0.5)
         if tied:
             self.lm_head.weight = self.embed.weight
@@ -40,10 +40,12 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(logit_losses, "linear_cross_entropy", chunked)
 
 
-def pair(seed=0, dtype=torch.float32, **options):
-    """Return the same model converted without and with uncomputed logits."""
+def pair(seed=0, dtype=torch.float32, change=None, **options):
+    """Return the same model, which `change` may write, without and with uncomputed logits."""
     torch.manual_seed(seed)
     model = LanguageModel(**options).to(dtype)
+    if change is not None:
+        change(model)
     models = []
     for loss_head in ("off", "bf16"):
         models.append(copy.deepcopy(model))

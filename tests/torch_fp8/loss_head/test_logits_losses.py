@@ -56,6 +56,22 @@ def test_a_loss_of_bf16_logits_is_nearer_to_the_exact_one_than_stock():
     assert abs(loss - exact) <= max(abs(want - exact), 2.0**-8 * exact)
 
 
+def test_a_vocabulary_that_is_no_multiple_of_16():
+    def loss(logits, labels):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    assert is_fused(assert_like_stock(*pair(classes=V + 3), loss)[1])
+
+
+def test_a_weight_with_other_strides():
+    def transpose(model):
+        weight = model.lm_head.weight.detach()
+        model.lm_head.weight = torch.nn.Parameter(weight.t().contiguous().t())
+        assert not model.lm_head.weight.is_contiguous()
+
+    assert is_fused(assert_like_stock(*pair(change=transpose), flat_loss)[1])
+
+
 def test_a_softcap_and_a_factor_that_is_no_power_of_two():
     # Stock rounds to BF16 after each step, the fused loss only the product: 2^-9 of each logit.
     def capped(z, y):

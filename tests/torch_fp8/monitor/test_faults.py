@@ -144,7 +144,6 @@ def test_a_warning_names_a_bound_once_and_counts_all():
 
 
 def test_losses_that_jump_are_spikes_and_a_new_level_is_none():
-    torch.manual_seed(0)
     spikes = LossSpikes()
     falling = [3 + 2 * math.exp(-i / 50) + 0.05 * torch.randn(()).item() for i in range(300)]
     assert not any(map(spikes.count, falling))

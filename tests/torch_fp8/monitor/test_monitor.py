@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.golden.training import Run, adamw, llama
 from tests.internals import FILE_NAME, Float8Layer, read_run
+from tests.models import SIZES
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
 
 
@@ -51,7 +52,6 @@ def test_a_run_with_a_monitor_is_bit_for_bit_the_same(recipe, tmp_path):
 
 
 def test_checkpointing_compiling_and_a_second_micro_batch_count_nothing_twice():
-    torch.manual_seed(0)
     config = FP8Config(recipe="delayed", opt_level="O1", monitor=1)
     seen = []
     for how in ("plain", "checkpoint", "reentrant"):
@@ -75,7 +75,6 @@ def test_checkpointing_compiling_and_a_second_micro_batch_count_nothing_twice():
 
 
 def test_a_measured_step_of_a_compiled_model_runs_eagerly_and_is_seen():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=2)
     convert_to_float8(model, config)
@@ -96,7 +95,6 @@ def test_a_measured_step_of_a_compiled_model_runs_eagerly_and_is_seen():
 
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 def test_what_graphs_cast_beyond_the_last_steps_scales_is_an_alarm_once():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     options = {"recipe": "tensorwise", "opt_level": "O1", "graph_scales": "last_step"}
     config = FP8Config(**options, monitor=4)
@@ -120,7 +118,6 @@ def test_what_graphs_cast_beyond_the_last_steps_scales_is_an_alarm_once():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_graph_that_is_built_in_a_measured_step_has_no_hooks_in_it(whole):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1)
     convert_to_float8(model, config)
@@ -142,7 +139,6 @@ def test_a_graph_that_is_built_in_a_measured_step_has_no_hooks_in_it(whole):
 
 
 def test_frozen_layers_and_adapters_are_measured_as_far_as_they_go():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     model[0].requires_grad_(False)
     config = FP8Config(recipe="tensorwise", frozen_weights="fp8", monitor=1)
@@ -194,19 +190,10 @@ def test_the_file_is_read_again_with_a_last_line_cut_off(tmp_path):
 def test_gated_mlps_of_transformers_are_smoothed_and_watched(name):
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = SIZES | {"vocab_size": 32, "intermediate_size": 96, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **tokens)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     mlp = model.model.layers[1].mlp

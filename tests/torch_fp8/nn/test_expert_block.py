@@ -172,16 +172,10 @@ def test_a_forward_without_gradients_saves_nothing():
     assert saved.total == 0
 
 
-def test_the_first_pass_of_a_checkpoint_makes_nothing_to_save(monkeypatch):
+def test_the_first_pass_of_a_checkpoint_makes_nothing_to_save(spy):
     experts, (x, index, scores) = _experts(), _batch(40)
     convert_to_float8(experts)
-    saves, quantize = [], expert_block.expert_gate_quantize
-
-    def note(*args):
-        saves.append(args[-1])
-        return quantize(*args)
-
-    monkeypatch.setattr(expert_block, "expert_gate_quantize", note)
+    saves = spy(expert_block, "expert_gate_quantize", lambda *args: args[-1])
     x.requires_grad_()
     y = checkpoint(experts, x, index, scores, use_reentrant=False)
     (got,) = torch.autograd.grad(y, x, torch.ones_like(y))

@@ -46,7 +46,6 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", list(CHOICES))
 def test_few_tokens_and_one_expert_compute_what_stock_does(layout, choice):
-    torch.manual_seed(0)
     module, given = experts(layout), _given(*CHOICES[choice])
     want = _run(module, *given)
     convert_to_float8(module, FP8Config(recipe="rowwise"))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT, delayed_scaling
+from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT, delayed_scaling, scaling_buffers
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 
@@ -66,7 +67,7 @@ def test_scales_are_the_largest_of_the_last_step(level):
         run.step(*seeds)
         input, gradient = run.first.fp8_amax_history[[INPUT, GRAD_OUTPUT], 0].tolist()
         assert input == _amax(*seeds)
-        scales = run.first.fp8_scales[[INPUT, GRAD_OUTPUT], 0].tolist()
+        scales = scaling_buffers(run.first)[1][[INPUT, GRAD_OUTPUT], 0].tolist()
         assert scales == pytest.approx([4 * input / E4M3, 8 * gradient / E5M2])
         assert level != "O1" or not run.first.fp8_amax_history[WEIGHT]  # its scale is current
     assert run.counter.frame_count == 2  # the first step has current scales
@@ -178,6 +179,24 @@ def test_steps_in_eager_code_and_layers_that_did_not_run_leave_scales_alone():
     assert run.saturation.count == 0
 
 
+class _Waits(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_eager_step_waits_for_the_device_beside_a_compiled_model():
+    Run(opt_level="O1").step(0)
+    run = Run(compiled=False, opt_level="O1")
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
+    run.batch(0)
+    with _Waits() as waits:
+        optimizer.step()
+    assert not waits.count
+
+
 def test_several_foreign_optimizers_return_to_current_scales_together():
     run = Run(opt_level="O1")
     layers = (run.model[0], run.model[2])
@@ -226,12 +245,10 @@ def test_other_recipes_refuse_it():
 
 
 def test_layers_with_frozen_weights_train_in_two_graphs():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
     model[0].requires_grad_(False)
     convert_to_float8(model, FP8Config(recipe="tensorwise", graph_scales="last_step"))
     optimizer = torch.optim.SGD(model[2].parameters(), lr=1e-3)
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     forward = torch.compile(model, backend=counter)
     for seed in range(3):
@@ -258,7 +275,6 @@ def test_layers_behind_one_norm_have_one_amax_and_one_slot():
     optimizer, _ = adamw(model, FP8Config(recipe="tensorwise", graph_scales="last_step"), lr=1e-3)
     for layer in (model.first, model.second):
         layer.fp8.group = None  # a group records all amaxes in the slots of its first layer
-    torch._dynamo.reset()
     forward = torch.compile(model, backend="aot_eager")
     for seed in range(3):
         y = model.norm(_x(seed)).detach()
@@ -270,8 +286,29 @@ def test_layers_behind_one_norm_have_one_amax_and_one_slot():
             layer.fp8_amax_history[INPUT] for layer in (model.first, model.second, model.third)
         )
         assert float(first) == float(second) == pytest.approx(float(y.abs().max()))
-        assert torch.equal(model.first.fp8_scales[INPUT], model.second.fp8_scales[INPUT])
+        assert torch.equal(*(scaling_buffers(x)[1][INPUT] for x in (model.first, model.second)))
         assert third != first
+
+
+def test_the_layers_of_a_block_hold_their_scales_in_one_tensor():
+    """Two blocks share both graphs; a copy shares nothing, and layers that move unite again."""
+    model, optimizer = _converted(nn.Sequential(Readers(), Readers()), "tensorwise")
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counter)
+    for seed in range(3):
+        model(_x(seed).requires_grad_()).square().mean().backward()
+        optimizer.step()
+        if seed == 1:
+            assert counter.frame_count == 2
+            twin = copy.deepcopy(model)
+            model.double().float()
+    tables = [
+        {id(layer.fp8_scales) for layer in (block.first, block.second, block.third)}
+        for block in (*model, *twin)
+    ]
+    assert [len(table) for table in tables] == [1] * 4
+    assert len(set.union(*tables)) == 4
 
 
 def _converted(model, recipe):

@@ -12,6 +12,7 @@ from peft import LoHaConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests import fp8_checkpoints
 from tests.fp8_checkpoints import tiny_llama
 from tests.internals import MergeAware, merge_aware, split_parameter
 from torch_fp8 import (
@@ -31,15 +32,8 @@ AWARE = FP8Config(recipe="blockwise", merge_aware=True)
 
 
 def adapted(config=AWARE, changes=None, std=0.05, **options):
-    torch.manual_seed(0)
-    options = {"r": 4, "target_modules": ["q_proj", "up_proj"], **options}
-    model = get_peft_model(tiny_llama(**(changes or {})), LoraConfig(**options))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=std)
-    if config is not None:
-        convert_to_float8(model, config)
-    return model
+    options = {"target_modules": ["q_proj", "up_proj"], **options}
+    return fp8_checkpoints.adapted(tiny_llama(**(changes or {})), config, std, **options)
 
 
 def layers_of(model):
@@ -51,15 +45,8 @@ def up(model):
 
 
 @pytest.fixture
-def folds(monkeypatch):
-    seen, original = [], MergeAware.merged_weight
-
-    def counted(self, adapter):
-        seen.append(self.base_layer.fp8.name)
-        return original(self, adapter)
-
-    monkeypatch.setattr(MergeAware, "merged_weight", counted)
-    return seen
+def folds(spy):
+    return spy(MergeAware, "merged_weight", lambda layer, _: layer.base_layer.fp8.name)
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])

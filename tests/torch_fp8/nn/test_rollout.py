@@ -59,15 +59,8 @@ def _in_scope(model):
 
 
 @pytest.fixture
-def casts(monkeypatch):
-    shapes, original = [], WeightQuantizer.for_fprop
-
-    def counted(self, weight):
-        shapes.append(tuple(weight.shape))
-        return original(self, weight)
-
-    monkeypatch.setattr(WeightQuantizer, "for_fprop", counted)
-    return shapes
+def casts(spy):
+    return spy(WeightQuantizer, "for_fprop", lambda _, weight: tuple(weight.shape))
 
 
 @pytest.fixture
@@ -146,7 +139,6 @@ def test_a_compiled_decode_reads_what_was_cast_once(casts, monkeypatch, recipe):
     said = []
     monkeypatch.setattr(linear_function, "warn_of_decoding", lambda: said.append(1))
     model = _model(recipe)
-    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     places = set()

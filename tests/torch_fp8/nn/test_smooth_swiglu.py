@@ -5,10 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.internals import (
-    Float8GatedMLP,
-    sqnr_db,
-)
+from tests.internals import Float8GatedMLP, sqnr_db
 from tests.steps import Calls, adamw, gaussian, renew_scales, saved_bytes, train
 from tests.torch_fp8.block_models import MLP, Adapter, JoinedMLP
 from torch_fp8 import (

@@ -255,7 +255,7 @@ def test_grad_scaler_is_refused(unscale):
         scaler.unscale_(optimizer) if unscale else scaler.step(optimizer)
 
 
-def test_closures_and_gradients_from_elsewhere():
+def test_a_closure_steps_within_its_backward():
     model, optimizer = _converted(gradient_release=True)
     losses = []
 
@@ -266,12 +266,7 @@ def test_closures_and_gradients_from_elsewhere():
 
     assert optimizer.step(closure) is losses[0]
     assert optimizer.step(closure) < losses[0]
-    weight = model.hidden.weight
-    before = weight.detach().clone()
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert not torch.equal(weight, before)
-    assert optimizer.state[weight]["step"] == 3
+    assert optimizer.state[model.hidden.weight]["step"] == 2
 
 
 def test_release_ends_with_the_configuration():

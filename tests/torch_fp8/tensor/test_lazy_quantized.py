@@ -71,7 +71,6 @@ def test_what_was_made_before_a_write_to_the_input_is_used_after_it():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_no_layer_reads_what_an_activation_function_has_overwritten(recipe, grad):
-    torch.manual_seed(0)
     norm, layer = model = nn.Sequential(Norm(64), nn.Linear(64, 64)).bfloat16()
     convert_to_float8(model, FP8Config(recipe=recipe))
     x = _x(16, 64).requires_grad_(grad)
@@ -162,7 +161,6 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_gradient_behind_a_view_of_another_width_has_that_width(recipe):
-    torch.manual_seed(0)
     model = nn.Sequential(MLP(64, 256)).bfloat16()
     model[0].gate_proj = Grouped(64, 256).bfloat16()
     assert convert_to_float8(model, FP8Config(recipe=recipe)).producers == ("0",)
@@ -204,7 +202,6 @@ def test_what_a_region_of_a_checkpoint_makes_of_its_own_is_there_after_it():
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
 def test_the_amax_is_that_of_the_result_however_it_was_cast(recipe):
     """A cast in blocks takes none, one with a given scale raises its reader's slot."""
-    torch.manual_seed(0)
     model = nn.Sequential(Norm(128), nn.Linear(128, 128, bias=False)).bfloat16()
     convert_to_float8(model, FP8Config(recipe=recipe))
     for _ in range(2):  # with delayed scaling the second is cast ahead

@@ -367,7 +367,6 @@ def test_a_graph_transposes_a_payload_in_backward(bias):
 
 
 def test_a_graph_reads_the_payload_of_a_transposed_weight_as_it_is():
-    torch.manual_seed(0)
     model, config = nn.Sequential(Conv1D(128, 64), Conv1D(64, 128)), FP8Config(cache_weights=True)
     for layer in model:
         layer.bias.requires_grad_(False)
@@ -422,7 +421,6 @@ def test_a_step_that_the_scaler_skips_keeps_the_payload(weight_casts):
 
 
 def test_two_layers_with_one_weight_share_its_payload():
-    torch.manual_seed(0)
     first, second, third = (nn.Linear(64, 64, bias=False) for _ in range(3))
     second.weight = third.weight = first.weight
     model = nn.Sequential(first, second, third)

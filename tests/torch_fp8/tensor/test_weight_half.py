@@ -45,7 +45,6 @@ def test_a_deep_copy_and_a_split_copy_multiply_by_the_same_as_training():
 
 @pytest.mark.parametrize("options", [{"opt_level": "O1"}, {"split_weights": False}], ids=str)
 def test_without_split_weights_all_copies_are_equal(options):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
     convert_to_float8(model, FP8Config(recipe="rowwise", **options))
     _prepare(model)

@@ -7,10 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.fp8_checkpoints import LiveStorages, tiny_llama, write_llama
 from tests.internals import export_checkpoint
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
-    convert_optimizer,
-    convert_to_float8,
     export,
     merged_state_dict,
     scaling_state_dict,
@@ -21,9 +20,7 @@ def _trained(recipe="blockwise", opt_level="O2", **changes):
     """A model whose weights were float32, and its optimizer."""
     model = tiny_llama(**changes).float().train()
     config = FP8Config(recipe=recipe, opt_level=opt_level)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-3)
     for seed in range(2):
         tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(seed))
         with torch.autocast("cpu", torch.bfloat16):

@@ -6,17 +6,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.internals import LEVELS, make_setup, plan_setup
+from tests.models import SIZES
 from torch_fp8 import convert_optimizer, convert_to_float8
 
-_SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 144,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+_SIZES = SIZES | {"vocab_size": 96, "intermediate_size": 144, "pad_token_id": 0}
+_SIZES |= {"max_position_embeddings": 64}
+del _SIZES["num_key_value_heads"]
 LAYOUTS = {
     "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": False},

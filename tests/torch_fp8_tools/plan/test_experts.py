@@ -2,24 +2,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests import models
 from tests.internals import StepBytes, build, expected_memory, read_config
 from tests.torch_fp8_tools.plan.layouts_for_tests import plan_beside
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
+SIZES = models.SIZES | {"vocab_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+SIZES |= {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
+SIZES |= {"tie_word_embeddings": False, "pad_token_id": 0}
 COUNTED = {"O2": StepBytes(0.0, 0.0, 0.0, 0.0, 0.0)}
 """For plans in which the bytes of a step have no part: nobody counts them."""
 

@@ -6,17 +6,10 @@ from transformers import AutoConfig
 
 from tests.internals import FollowedStep, kernel_functions, make_setup, step_bytes
 from tests.internals import plan_steps as steps
+from tests.models import SIZES
 from torch_fp8 import plan
 
-_SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 144,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+_SIZES = SIZES | {"vocab_size": 96, "intermediate_size": 144, "pad_token_id": 0}
 _JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 8}
 _CHUNKS = {
     "num_experts": 4,

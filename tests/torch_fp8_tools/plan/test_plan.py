@@ -26,12 +26,7 @@ from tests.internals import (
     step_bytes,
 )
 from tests.internals import plan_steps as steps
-from tests.torch_fp8_tools.plan.layouts_for_tests import (
-    LAYOUTS,
-    config_of,
-    plan_beside,
-    trained,
-)
+from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, config_of, plan_beside, trained
 from torch_fp8 import FP8Config, memory_report, plan
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"

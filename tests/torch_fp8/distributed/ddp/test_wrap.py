@@ -23,6 +23,7 @@ from tests.internals import (
     slot_of,
     stored_grad,
 )
+from tests.steps import adamw
 from tests.torch_fp8.distributed.ranks import RANK, equal_on_ranks, gathered, on_ranks, worst_sum
 from torch_fp8 import (
     FP8Config,
@@ -687,9 +688,7 @@ def test_copies_have_no_reducer():
 def test_without_a_process_group_options_are_made_all_the_same():
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
     config = FP8Config(opt_level="O3")
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config)
     options = ddp_options(model, [optimizer, torch.optim.SGD(model.parameters())])
     assert options == {"gradient_as_bucket_view": True}
     assert model._ddp_params_and_buffers_to_ignore == ["0.weight"]
@@ -700,9 +699,7 @@ def test_without_a_process_group_options_are_made_all_the_same():
 def _wrapped(level, **options):
     model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
     config = FP8Config(opt_level=level)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config)
     ddp = DistributedDataParallel(model, **options, **ddp_options(model, [optimizer]))
     return ddp, optimizer
 

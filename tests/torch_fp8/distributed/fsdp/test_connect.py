@@ -14,7 +14,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
-from tests.internals import WEIGHT, SplitShard, UnshardedFloat8Weight, local, sqnr_db
+from tests.internals import (
+    WEIGHT,
+    SplitShard,
+    UnshardedFloat8Weight,
+    local,
+    scaling_buffers,
+    sqnr_db,
+)
 from tests.steps import renew_scales
 from tests.torch_fp8.distributed.cases.fsdp_ranks import (
     BF16,
@@ -239,7 +246,7 @@ def test_delayed_scales_are_those_of_one_device():
             loss_of(one, batch(step)).backward()
         renew_scales()
         histories = [layer.fp8_amax_history[WEIGHT] for layer in layers]
-        scales = [layer.fp8_scales[WEIGHT, 0] for layer in layers]
+        scales = [scaling_buffers(layer)[1][WEIGHT, 0] for layer in layers]
         assert torch.equal(*histories)
         assert torch.equal(*scales)
     unshard(model)

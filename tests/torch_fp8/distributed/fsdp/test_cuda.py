@@ -37,7 +37,6 @@ def process_group(tmp_path):
 @pytest.mark.parametrize("offload", [False, True], ids=["on the card", "CPU offload"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_one_rank_trains_as_without_fsdp(process_group, recipe, offload):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128))
     config = FP8Config(recipe=recipe, emulate=True, opt_level="O1")
     alone = copy.deepcopy(model).to(CUDA)

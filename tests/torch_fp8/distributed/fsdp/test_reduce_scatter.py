@@ -2,13 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.internals import (
-    factor_of,
-    layout_of,
-    pack_parts,
-    structure_of,
-    unpack_parts,
-)
+from tests.internals import factor_of, layout_of, pack_parts, structure_of, unpack_parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
