@@ -215,13 +215,12 @@ def _output(
         quantizers, observer = options.quantizers, options.quantizers.observer
         w = quantizers.weight.for_fprop(weight)
         if type(x) is LazyQuantizedTensor:
-            a = x.production.rowwise(quantizers.input)
+            a: Any = x.production.rowwise(quantizers.input)
         else:
             a, _, _ = quantizers.input(x, rowwise=True, columnwise=False)
         if observer is not None:
             observer.weight(weight, w)
             observer.input(x, a, None)
-        assert a is not None
         exchange.scales[i], fast_accum = w.scale, options.recipe.fprop.fast_accum
         out_dtype, emulate = options.out_dtype, options.emulate
         # (M, K) @ (N, K)^T, both along K

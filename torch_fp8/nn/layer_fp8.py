@@ -250,11 +250,9 @@ def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Siz
         TypeError: input or weight has another dtype, or torchao has quantized the weight.
         ValueError: the last dimension of the input is not K, or it is on another device.
     """
-    name = fp8.name
-    if type(input) is LazyQuantizedTensor:
-        shape, dtype = input.outer_shape, input.outer_dtype
-    else:
-        shape, dtype = input.shape, input.dtype
+    name, x = fp8.name, input
+    is_lazy = type(x) is LazyQuantizedTensor
+    shape, dtype = (x.outer_shape, x.outer_dtype) if is_lazy else (x.shape, x.dtype)
     if dtype not in CAST_DTYPES:
         raise TypeError(
             f"FP8 linear '{name}' takes float32, bfloat16 or float16 input, got {dtype}; "

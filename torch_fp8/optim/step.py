@@ -83,10 +83,10 @@ class KeptMatrix(NamedTuple):
 
 def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
     """Return the last step's matrix with a gradient, or None if weight or moments have changed."""
-    kept: KeptMatrix | None = halves.matrix
-    if kept is None or halves.stepped != halves.version:
+    last: KeptMatrix | None = halves.matrix
+    if last is None or halves.stepped != halves.version:
         return None
-    matrix, codes_of, first, second = kept
+    matrix, codes_of, first, second = last
     try:
         exp_avg, exp_avg_sq = codes_of(state["exp_avg"]), codes_of(state["exp_avg_sq"])
     except (KeyError, AttributeError):  # a new state, or plain tensors that were assigned
