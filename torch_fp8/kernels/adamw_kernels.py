@@ -35,7 +35,6 @@ from torch_fp8.kernels.block_scaled import (
 )
 from torch_fp8.kernels.fast_math import random_words, scaled_quotient, second_words, square_root
 from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
-from torch_fp8.kernels.quick_launch import quick
 
 _INF = tl.constexpr(float("inf"))
 _NAN_BITS = tl.constexpr(0x7FC00000)
@@ -119,7 +118,6 @@ def _gradient(grad, scale_ptr, local, inside, factor):
     return grad.to(tl.float32) * factor
 
 
-@quick
 @triton.jit
 def adamw_step_kernel(
     table_ptr,
@@ -300,7 +298,6 @@ def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: t
     tl.store(address.to(tl.pointer_type(tl.float32)), tl.sqrt_rn(mean))
 
 
-@quick
 @triton.jit
 def cast_weights_kernel(
     table_ptr,

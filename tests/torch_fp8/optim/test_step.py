@@ -164,7 +164,8 @@ def test_a_step_raises_the_amax_that_a_weight_keeps_since_the_last_step():
     for count in range(3):
         set_gradients(model, count)
         optimizer.step()
-        halves.keep_amax()
+        if count == 0:
+            halves.keep_amax()
         assert halves.current_amax() == halves.high.abs().max()
 
 
