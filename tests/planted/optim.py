@@ -22,6 +22,9 @@ FAULTS = {
         "a kept matrix rounds with the number that its weight had before",
         "others: Any = (*matrix[5:-1], number)",
         "others: Any = matrix[5:]",
+        "an interrupted step leaves what was known of the weight before",
+        "halves.version = next(VERSIONS)  # before the kernels: a step may be interrupted",
+        "pass",
     ),
     ("torch_fp8/quantization/stochastic_rounding.py", f"{_TESTS}/test_rounding_streams.py"): (
         "weights of all seeds and steps round alike",

@@ -134,17 +134,19 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
         if at not in of_groups:
             of_groups[at] = _scalars(group, at[1], config.seed)
         prepared.append((matrix, of_groups[at], state, write_back, halves))
+        if halves is not None:
+            halves.version = next(VERSIONS)  # before the kernels: a step may be interrupted
     amaxes = [p[0].amax for p in prepared if p[0].amax is not None]
     if amaxes:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
     devices = [p[0].weight.device for p in prepared]
     for device in dict.fromkeys(devices):
         _step_on(device, [p for p, x in zip(prepared, devices, strict=True) if x == device], config)
-    for (matrix, _, _, write_back, halves), version in zip(prepared, VERSIONS, strict=False):
+    for matrix, _, _, write_back, halves in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
         if halves is not None:
-            halves.version = halves.measured = halves.stepped = version
+            halves.measured = halves.stepped = halves.version
             if matrix.payload is not None:
                 halves.filled = halves.version
             if halves.cast is not None:

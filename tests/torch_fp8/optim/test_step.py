@@ -194,3 +194,22 @@ def test_a_step_keeps_no_gradient():
         optimizer.step()
         optimizer.zero_grad()
         assert not any(ref() is not None for ref in gradients)
+
+
+def test_an_interrupted_step_leaves_no_largest_value_of_the_weight_before(monkeypatch):
+    model, optimizer = converted(torch.float32, layers=1)
+    halves = model[0].weight.halves
+    halves.keep_amax()
+    for seed in (1, 2):
+        set_gradients(model, seed)
+        optimizer.step()
+    assert halves.is_measured
+    set_gradients(model, 3)
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "_step_on", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert not halves.is_measured
