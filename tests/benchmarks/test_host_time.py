@@ -102,7 +102,7 @@ def test_eager_calls_nothing_that_it_can_do_without(run, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_of_a_block(rows, recipe):
-    most = {"tensorwise": 2800, "delayed": 2990, "rowwise": 3120, "blockwise": 3150}
+    most = {"tensorwise": 2820, "delayed": 3000, "rowwise": 3130, "blockwise": 3170}
     assert rows["training", recipe]["calls"] <= most[recipe]
     assert rows["inference", recipe]["calls"] <= 5 * rows["inference", "BF16"]["calls"]
 
@@ -118,4 +118,4 @@ def test_calls_of_a_compiled_block(rows):
 
 def test_calls_of_an_optimizer_step(rows):
     assert rows["step", "O2"]["kernels"] == 1
-    assert rows["step", "O2"]["calls"] <= 8_050
+    assert rows["step", "O2"]["calls"] <= 8_550

@@ -206,8 +206,9 @@ def _recorded(layer: Any) -> list[Tensor]:
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Renew the scales of layers that ran in eager mode, or whose weights the optimizer stepped.
 
-    The second condition covers graphs of torch.compile, which leave no trace of having run. Models
-    that were never traced are not looked at, because the host would wait for their amaxes. Ranks
+    The second condition covers graphs of torch.compile, which leave no trace of having run, and may
+    have been traced for another model. A model that was not traced and runs in eager code is not
+    looked at, because the host would wait for its amaxes. Ranks
     agree on this set of layers, while the layers still in memory may differ. After such graphs
     frozen weights that are not sharded are added; a layer that did not run keeps its histories.
     """
@@ -218,10 +219,14 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if layer.fp8.scaling.recorded
         or (
             layer.training
-            and (layer.fp8.scaling.rule.eager or layer.fp8.scaling.saturation.traced)
+            and (layer.fp8.scaling.rule.eager or _may_run_in_graph(layer.fp8))
             and (id(layer.weight) in held or _is_frozen_in_graph(layer.weight))
         )
     )
+
+
+def _may_run_in_graph(fp8: Any) -> bool:
+    return fp8.scaling.saturation.traced or (ran_in_graph() and not fp8.called)
 
 
 @torch.compiler.assume_constant_result

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
-from tests.internals import linear_function, pause
+from tests.internals import input_group, linear_function, pause
 from tests.internals import whole_folder_module as whole_folder
 from tests.models import SIZES
 from torch_fp8 import FP8Config, convert_to_float8, export
@@ -48,7 +48,19 @@ def _multiplied(monkeypatch, model, training=True):
         seen[options.name] = _values(w.qdata, w.scale), a.scale.clone()
         return y, operands
 
+    def member(tokens, i, exchange, operands, options, *others):
+        def multiply(a, w, *args, **kwargs):
+            assert options.name not in seen
+            seen[options.name] = _values(w.qdata, w.scale), a.scale.clone()
+            return product(a, w, *args, **kwargs)
+
+        input_group.scaled_matmul = multiply
+        return output(tokens, i, exchange, operands, options, *others)
+
+    product, output = input_group.scaled_matmul, input_group._output
     monkeypatch.setattr(linear_function, "fprop", spy)
+    monkeypatch.setattr(input_group, "scaled_matmul", product)
+    monkeypatch.setattr(input_group, "_output", member)
     model.train(training)
     with torch.set_grad_enabled(training):
         _loss(model, seed=7)

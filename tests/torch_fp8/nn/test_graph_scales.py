@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT, delayed_scaling, scaling_buffers
+from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT, scale_buffers, scaling_buffers
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 
@@ -361,7 +361,7 @@ def test_scales_stay_in_memory_that_others_read(memory, monkeypatch):
     forward(_x(0)).square().mean().backward()
     optimizer.step()
     if memory == "captured":
-        monkeypatch.setattr(delayed_scaling, "is_capturing", lambda device: True)
+        monkeypatch.setattr(scale_buffers, "is_capturing", lambda device: True)
     if memory == "shared":
         model.share_memory()
     scales, waits = model[0].fp8_scales, forward(2 * _x(1))
