@@ -37,7 +37,7 @@ from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8.tensor.quantizer import quantize_input, source_of
+from torch_fp8.tensor.quantizer import quantize_input
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -271,27 +271,27 @@ def member_in_graph(
     """Compute the output of member `i` as a single node of Dynamo's graph.
 
     Args:
-        x: input (..., K) of the layer. Members share their backward if it is the result of a norm
-            in the same graph.
+        x: input (..., K) of the layer. Members share their backward if it is computed in the same
+            graph.
         i, num, tensors: see `graph_operands`.
         casts: see `torch_fp8.nn.linear_function.linear_in_graph`.
     """
     weights: Any = tensors[:num]
     biases, buffers = tensors[num : 2 * num], tensors[2 * num :]
-    source = source_of(x)
-    if only_shape_matters(x) or source is None:
+    if only_shape_matters(x) or x.is_leaf:
         return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
     text, training = casts
     key = tuple(id(weight) for weight in weights)
-    if source.reads is None:
-        source.reads = {}
-    if key not in source.reads or source.reads[key][0]() is not x:
+    reads = vars(x).setdefault("fp8_reads", {})
+    if key not in reads:
         written_in_backward(buffers[-1:])
         options = graph_options(text, x.dtype, output_dtype(x), training)
         options = options._replace(quantizers=options.quantizers_of(buffers))
         exchange = Exchange(options, [weight.shape[0] for weight in weights])
-        joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))
-        source.reads[key] = weakref.ref(x), exchange, joined
-    _, exchange, (of_input, of_weights) = source.reads[key]
+        reads[key] = (
+            exchange,
+            *connect(x, x.shape, exchange, list(zip(weights, biases, strict=True))),
+        )
+    exchange, of_input, of_weights = reads[key]
     operands = x, weights[i], biases[i], x.shape
     return _output((of_input, of_weights[i]), i, exchange, operands, exchange.options)

@@ -48,6 +48,7 @@ from torch_fp8.nn.delayed_scaling import note_trace, pushed_history, restore_sca
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
+from torch_fp8.nn.layer_norm import shared_by_readers
 from torch_fp8.nn.linear_function import linear, linear_in_graph
 from torch_fp8.nn.repeated_forward import repeated, served_in_graph
 from torch_fp8.nn.scale_buffers import BUFFERS, graph_buffers, scaling_buffers
@@ -109,10 +110,13 @@ class Float8Layer(FrozenStorage):
             output = repeated(self, input)
             if output is not None:
                 return output
+        is_member = has_graph and self.fp8.group is not None
+        if is_member:
+            input = shared_by_readers(input, self.fp8.name)
         operands = self.fp8.operands(self, input)
         options = self.fp8.options(self, operands)
-        output, is_lazy = None, type(input) is LazyQuantizedTensor
-        if is_lazy and has_graph and self.fp8.group is not None:
+        output = None
+        if is_member and type(input) is LazyQuantizedTensor:
             output = member_output(self, operands, options)
         if output is None:
             output = linear(*operands[:4], options)

@@ -91,14 +91,12 @@ class LazySource:
         payloads: payloads by their cast.
         largest: largest magnitude, or None.
         raised: slots that were raised to the amax.
-        reads: in a graph, reads of the result by groups (`torch_fp8.nn.input_group`), by group.
         half: result (R, 2 C) that contains this one, and the index of this half; or None.
     """
 
     written_by: str | None = None
     plain: Tensor | None = None
     largest: Tensor | None = None
-    reads: dict[Any, Any] | None = None
     half: "tuple[LazySource, int] | None" = None
 
     def __init__(

@@ -519,19 +519,31 @@ def test_a_recipe_that_changes_between_calls_leaves_a_layer_apart(products):
 class Crossed(Readers):
     """Key and value read another tensor than query, as in a decoder."""
 
-    def __init__(self):
+    def __init__(self, memory):
         super().__init__()
-        self.outer = Norm(SIZE)
+        self.outer, self.memory = Norm(SIZE), memory
 
     def forward(self, x):
-        memory = self.outer(x.flip(0))
+        memory = self.memory(self.outer(x.flip(0)))
         return torch.cat([self.query(x), self.key(memory), self.value(memory)], -1)
 
 
-def test_key_and_value_of_another_input_share_their_backward(products):
+def _result_of_a_norm(x):
+    return x
+
+
+def _dropped_out(x):
+    return x + x.roll(1, 0)  # any result, but without random numbers
+
+
+crossed = pytest.mark.parametrize("memory", [_result_of_a_norm, _dropped_out])
+
+
+@crossed
+def test_key_and_value_of_another_input_share_their_backward(products, memory):
     got = []
     for grouped in (True, False):
-        model = Model(Crossed)
+        model = Model(functools.partial(Crossed, memory))
         convert_to_float8(model, FP8Config())
         if not grouped:
             _separate(model)
@@ -542,6 +554,35 @@ def test_key_and_value_of_another_input_share_their_backward(products):
         got.append({n: p.grad for n, p in model.named_parameters()})
     for name, grad in got[1].items():
         assert sqnr_db(grad, got[0][name]) > 20, name
+
+
+def test_readers_of_a_tensor_see_what_is_written_to_it_between_them(products):
+    model, got = _converted(), []
+    for grouped in (True, False):
+        if not grouped:
+            _separate(model)
+        memory = gaussian(32, SIZE).requires_grad_() * 1
+        outputs = [model.readers.key(memory)]
+        memory.mul_(2)
+        outputs += [model.readers.value(memory)]
+        products.clear()
+        sum(y.sum() for y in outputs).backward()
+        assert len(products) == 4
+        got.append(outputs)
+    for one, other in zip(*got, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_tensor_that_a_layer_has_read_is_freed_with_its_casts():
+    model, x = _converted(), gaussian(32, SIZE).requires_grad_()
+    memory = x * 1
+    y = model.readers.key(memory) + model.readers.value(memory)
+    stays = weakref.ref(memory.fp8_shared[1].production)
+    del memory
+    assert stays() is None
+    model.readers.key(x)
+    assert not hasattr(x, "fp8_shared"), "a leaf would keep itself alive"
+    y.sum().backward()
 
 
 def test_a_weight_that_is_replaced_between_calls_counts():
@@ -832,6 +873,22 @@ def test_a_graph_shares_backward_products(scales, readers):
         optimizer.step()
         optimizer.zero_grad()
     assert graphs[-2:] == ([3, 4] if readers is Gated else [3, 2])
+
+
+@crossed
+def test_a_graph_shares_the_products_of_any_readers_of_one_tensor(memory):
+    model = Model(functools.partial(Crossed, memory))
+    convert_to_float8(model, FP8Config())
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(sum("scaled_mm" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    compiled(gaussian(32, SIZE).requires_grad_()).square().sum().backward()
+    assert graphs == [3, 2 + 2]
 
 
 # Levels and optimizers.
