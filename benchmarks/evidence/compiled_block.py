@@ -44,6 +44,7 @@ LAST_STEP = "tensorwise last_step"
 """With ``graph_scales="last_step"``."""
 O2 = (
     "tensorwise O2",
+    f"{LAST_STEP} O2",
     *(f"{recipe} O2{PAYLOADS}" for recipe in ("tensorwise", LAST_STEP, "delayed", "blockwise")),
 )
 """Recipes with float32 weights in two halves, which bring their amax, or their payload."""

@@ -69,12 +69,12 @@ FAULTS = {
         "apart and len(members) > 1",
         "False",
         "layers of two blocks hold their scales in one tensor, so no two blocks share a graph",
-        "return layer.fp8.scaling.saturation, start and start[0]",
+        "return layer.fp8.scaling.saturation, block_of(layer.fp8.name)",
         "return layer.fp8.scaling.saturation",
     ),
     ("torch_fp8/quantization/scaling.py", f"{_TESTS}/test_graph_scales.py"): (
         "a graph saves views of the scales beside their table",
-        "        scale.fp8_again = self.again\n",
+        "    scale.fp8_again = lambda: table.view(-1)[4 * row]\n",
         "",
     ),
     ("torch_fp8/ops/registry.py", "tests/benchmarks/test_compiled_block.py"): (

@@ -38,7 +38,7 @@ from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import quantize_input
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, read_scale, scales_of_block
 
 
 def can_group(recipe: Recipe, features: int) -> bool:
@@ -236,9 +236,10 @@ def _output(
 def graph_operands(layer: Any) -> tuple[int, int, list[Tensor | None]]:
     """Return a layer's index in its group, the number of members, and their tensors, for a graph.
 
-    The tensors are the weights and biases of all members, and the buffers of the first one, if it
-    has any: the members share an input and the cast of their gradients, which its slots record.
-    Dynamo traces this. There are no tensors if the layer is alone.
+    The tensors are the weights and biases of all members, the tables with the scales of the
+    weights' payloads, and the buffers of the first member, if it has any: the members share an
+    input and the cast of their gradients, which its slots record. Dynamo traces this. There are no
+    tensors if the layer is alone.
     """
     fp8, group = layer.fp8, layer.fp8.group()
     if group is None or fp8.recipe.bf16_forward:
@@ -247,8 +248,9 @@ def graph_operands(layer: Any) -> tuple[int, int, list[Tensor | None]]:
     buffers = [] if fp8.scaling is None or len(members) < 2 else graph_buffers(members[0])
     for i, member in enumerate(members):
         if member is layer and len(members) > 1:
-            tensors = *[m.weight for m in members], *[m.bias for m in members], *buffers
-            return i, len(members), [*tensors]
+            weights, biases = [m.weight for m in members], [m.bias for m in members]
+            scales = [scales_of_block(weight) for weight in weights]
+            return i, len(members), [*weights, *biases, *scales, *buffers]
     return 0, 0, []
 
 
@@ -277,14 +279,16 @@ def member_in_graph(
         casts: see `torch_fp8.nn.linear_function.linear_in_graph`.
     """
     weights: Any = tensors[:num]
-    biases, buffers = tensors[num : 2 * num], tensors[2 * num :]
+    biases, scales, buffers = tensors[num : 2 * num], tensors[2 * num : 3 * num], tensors[3 * num :]
     if only_shape_matters(x) or x.is_leaf:
-        return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
+        return linear_in_graph(x, weights[i], biases[i], casts, scales[i], *buffers)
     text, training = casts
     key = tuple(id(weight) for weight in weights)
     reads = vars(x).setdefault("fp8_reads", {})
     if key not in reads:
         written_in_backward(buffers[-1:])
+        for weight, of_block in zip(weights, scales, strict=True):
+            read_scale(weight, of_block)
         options = graph_options(text, x.dtype, output_dtype(x), training)
         options = options._replace(quantizers=options.quantizers_of(buffers))
         exchange = Exchange(options, [weight.shape[0] for weight in weights])

@@ -56,7 +56,7 @@ from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, scales_of_block
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)
 """Tensor subclasses that have to be unwrapped before torch.compile traces the GEMM."""
@@ -281,7 +281,7 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         buffers = graph_buffers(layer)
     if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
         return served_in_graph(x, *fp8.served, bias, fp8.casts, *buffers)
-    return linear_in_graph(x, weight, bias, casts, *buffers)
+    return linear_in_graph(x, weight, bias, casts, scales_of_block(weight), *buffers)
 
 
 def _is_mixed(x: Any, weight: Tensor) -> bool:

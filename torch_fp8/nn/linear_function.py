@@ -43,7 +43,7 @@ from torch_fp8.tensor.quantizer import (
     matrix,
     quantize_input,
 )
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, read_scale
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -59,8 +59,7 @@ class LinearOptions(NamedTuple):
         quantizers: casts of the operands.
         emulate: whether the GEMMs run through the reference path.
         training: whether the layer is in training mode.
-        cast: function that casts the operands of fprop: `plain_operands`, or another one with the
-            same arguments.
+        cast: function that casts the operands of fprop, like `plain_operands`.
     """
 
     name: str
@@ -125,6 +124,7 @@ def linear_in_graph(
     weight: Tensor,
     bias: Tensor | None,
     casts: tuple[str, bool],
+    scales: Tensor | None,
     *buffers: Tensor,
 ) -> Tensor:
     """Call `linear` as a single node of Dynamo's graph; AOTAutograd traces the operators inside.
@@ -132,16 +132,17 @@ def linear_in_graph(
     Args:
         x, weight, bias, buffers: arguments of `linear`; plain tensors.
         casts: `LayerFP8.casts`; whether the layer is in training mode.
+        scales: `torch_fp8.tensor.split_weight.scales_of_block` of the weight.
     """
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
         warn_of_decoding()
     out_dtype = output_dtype(x)
-    text, training = casts
-    options = graph_options(text, x.dtype, out_dtype, training)
+    options = graph_options(casts[0], x.dtype, out_dtype, casts[1])
     if only_shape_matters(x):
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
     written_in_backward(buffers[-1:])
+    read_scale(weight, scales)
     return linear(x, weight, bias, x.shape, options, *buffers)
 
 
@@ -205,7 +206,7 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     """Save tensors for backward under names, without those that are None.
 
     Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None. A
-    graph's backward takes scales from their table again (`TableScale`). Autograd does not save
+    graph's backward takes scales from their table again (`scale_in_table`). Autograd does not save
     tensors that inference mode created: a copy is saved. torch's layers train such a weight under
     autocast, because they save their cast copy of it.
     """

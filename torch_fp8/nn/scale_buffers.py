@@ -50,10 +50,15 @@ def graph_buffers(layer: Any) -> tuple[Any, ...]:
     return *known, layer.fp8_input_amax, of_weight, layer.fp8_grad_amax
 
 
+def block_of(name: str) -> str | None:
+    """Return the name of the block of a layer with this name, or None if it is in none."""
+    start = _BLOCK.match(name)
+    return start and start[0]
+
+
 def _block(layer: Any) -> Any:
     """Return what the layers of one block have in common."""
-    start = _BLOCK.match(layer.fp8.name)
-    return layer.fp8.scaling.saturation, start and start[0]
+    return layer.fp8.scaling.saturation, block_of(layer.fp8.name)
 
 
 def unite_scales(layers: Sequence[Any]) -> None:

@@ -9,7 +9,8 @@ nothing is gained, and ``"auto"`` keeps nothing.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +20,11 @@ from torch.optim import Optimizer
 
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scale_buffers import block_of
 from torch_fp8.ops.one_rank import answer_of_one, can_ask
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.halves import Halves, PayloadCast
+from torch_fp8.tensor.scale_table import ScaleTable
 from torch_fp8.tensor.split_weight import SplitWeight
 
 SHARE = 8
@@ -39,7 +42,7 @@ def keep_payloads(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     option = optimizer.fp8_config.cache_weights
     if option is True and model is None:
         raise ValueError("FP8Config(cache_weights=True) needs the model: pass model=")
-    casts = _casts(optimizer, model)
+    casts, names = _casts(optimizer, model)
     for halves, cast in casts.items():
         if cast.needs_amax:
             halves.keep_amax()
@@ -50,6 +53,7 @@ def keep_payloads(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
         option = optimizer.fp8_payloads or False
     for halves, cast in casts.items():
         halves.keep_payload(cast if option else None)
+    _unite_scales(casts, names)
     if option and not casts:
         warnings.warn(
             "FP8Config(cache_weights=True) caches nothing: it needs float32 weights, "
@@ -60,10 +64,27 @@ def keep_payloads(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     return len(casts) if option else 0
 
 
-def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, PayloadCast]:
-    """Return how layers cast the stepped weights that are stored in two halves."""
+def _unite_scales(casts: Iterable[Halves], names: Mapping[Halves, str]) -> None:
+    """Let the payloads of each block's layers keep their scales in one tensor."""
+    blocks: dict[Any, list[Halves]] = {}
+    for halves in casts:
+        if halves.payload is not None and not halves.payload.scale.ndim:
+            key = block_of(names[halves]), halves.high.device
+            blocks.setdefault(key, []).append(halves)
+    for members in blocks.values():
+        if len(members) > 1 and None in {halves.table for halves in members}:
+            table = ScaleTable(len(members))
+            for row, halves in enumerate(members):
+                table.keep(halves, row)
+
+
+def _casts(
+    optimizer: Float8Optimizer, model: nn.Module | None
+) -> tuple[dict[Halves, PayloadCast], dict[Halves, str]]:
+    """Return how layers cast the stepped weights that are stored in two halves, and their names."""
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     casts: dict[Halves, PayloadCast] = {}
+    names: dict[Halves, str] = {}
     for module in () if model is None else model.modules():  # compiled ones have no truth value
         if isinstance(module, Float8Layer) and module.fp8.config.backend == "torch":
             transposed, weights = type(module).fp8_transposed, [module.weight]
@@ -75,7 +96,8 @@ def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, 
         for weight in weights:
             if isinstance(weight, SplitWeight) and weight in stepped:
                 casts.setdefault(weight.halves, cast)
-    return casts
+                names.setdefault(weight.halves, module.fp8.name)
+    return casts, names
 
 
 def payloads_fit(casts: Mapping[Halves, PayloadCast], optimizer: Optimizer) -> bool:

@@ -169,11 +169,30 @@ class ScaleSource:
             raise_slot(self.slot, amax)
 
 
-class TableScale(ScaleSource):
-    """The source of a graph's cast with a scale from a table (L, 3, 4).
+def scale_in_table(table: Tensor, row: int) -> Tensor:
+    """Return a scale () of a graph from a table (..., 4) with equal scales, or one, in each row.
 
     If backward read the view of the table that forward reads, the graph would save the view, too.
-    So backward makes another one, by `again`.
+    So backward makes another one, by `scale_in_backward`.
+    """
+    scale: Any = table.view(-1, 4)[row, 0]
+    scale.fp8_again = lambda: table.view(-1)[4 * row]
+    return scale
+
+
+def scale_in_backward(scale: Any) -> Any:
+    """Return the scale that a backward reads for that of a forward, see `scale_in_table`."""
+    again = getattr(scale, "fp8_again", None)
+    return scale if again is None else again()
+
+
+def payload_in_backward(payload: Any) -> Any:
+    """Return a weight's payload with `scale_in_backward`, or None if it is None."""
+    return payload and payload._replace(scale=scale_in_backward(payload.scale))
+
+
+class TableScale(ScaleSource):
+    """The source of a graph's cast with a scale from a table (L, 3, 4).
 
     Args:
         table, row: scales of several layers, and index of the layer.
@@ -186,12 +205,8 @@ class TableScale(ScaleSource):
 
     @property
     def scale(self) -> Any:  # type: ignore[override]
-        scale: Any = self.table[self.row, self.operand, 0]
-        scale.fp8_again = self.again
-        return self.again() if self.operand == 2 else scale
-
-    def again(self) -> Tensor:
-        return self.table.view(-1)[12 * self.row + 4 * self.operand]  # (L, 3, 4) -> (12 L,)
+        scale = scale_in_table(self.table, 3 * self.row + self.operand)
+        return scale_in_backward(scale) if self.operand == 2 else scale
 
 
 def graph_source(scales: Any, row: int | None, operand: int, slot: Tensor | None) -> ScaleSource:

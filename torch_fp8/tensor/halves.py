@@ -28,6 +28,7 @@ from torch_fp8.quantization.split_float import (
 )
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
 from torch_fp8.tensor.base import in_shared_memory
+from torch_fp8.tensor.scale_table import ScaleTable
 
 VERSIONS = itertools.count(1)
 """Counter of unique numbers, one for each value that any weight has had."""
@@ -100,17 +101,17 @@ class Halves:
     """Storage of a float32 weight, shared by all its aliases.
 
     Attributes:
-        high: bfloat16, of the weight's shape, contiguous.
-        residual: int8 or int16 residual, (R, C), or None for an empty weight.
-        bits: number of residual bits that are stored now: 16 if other code than the optimizer's
-            step has written the weight, else 8.
+        high, residual: bfloat16, of the weight's shape, contiguous; and int8 or int16, (R, C), or
+            None for an empty weight.
+        bits: number of residual bits now: 16 if other code than the step has written, else 8.
         version: unique number, renewed by each write.
         amax: () float32, the largest magnitude of `high` when `measured` was the version, or None
-            if no cast needs it. The optimizer's step raises it in place. Read it by
-            `current_amax`.
+            if no cast needs it. The optimizer's step raises it in place. See `current_amax`.
         cast, payload: a cast of `high`, and its result when `filled` was the version, which the
             optimizer's step renews in place, or None if it is not kept. Read it by
             `current_payload`.
+        table, row: scales of a block's payloads, and the index of this one's, or None.
+        codes: the payload's codes in a graph, whose scale `split_weight.read_scale` adds, or None.
         matrix: the kernel's arguments in the optimizer's step that set `stepped`, or None. They
             hold while `stepped` equals `version` and the tensors are the same.
     """
@@ -127,6 +128,9 @@ class Halves:
         self.high, self.residual, self.bits, self.amax = high, residual, bits, amax
         self.cast, self.payload = cast, payload
         self.version = self.measured = self.filled = self.stepped = next(VERSIONS)
+        self.table: ScaleTable | None = None
+        self.row: int | None = None
+        self.codes: Tensor | None = None
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
         self.matrix: Any = None
 
@@ -165,6 +169,7 @@ class Halves:
             with torch.inference_mode(False):
                 self.payload = None if cast is None else cast.empty(self.high)
             self.cast, self.filled, self.stepped = cast, 0, 0
+            self.table = self.row = None
 
     def current_payload(self, cast: PayloadCast | None) -> QuantizedTensor | None:
         """Return the payload, always in the same memory, which graphs read.
@@ -193,9 +198,12 @@ class Halves:
         """Return `current_amax`; Dynamo does not trace how it is renewed."""
         return self.amax if self.is_measured else _renewed(self.current_amax)
 
-    def graph_payload(self) -> Any:
-        """Return `current_payload` of the cast that is kept, as `graph_amax` does."""
-        return self.payload if self.is_filled else _renewed(self.current_payload, self.cast)
+    def graph_codes(self) -> Tensor:
+        """Return the codes of `current_payload` of the cast that is kept, as `graph_amax` does."""
+        if self.codes is not None:
+            return self.codes
+        renewed: Any = self.payload if self.is_filled else _renewed(self.current_payload, self.cast)
+        return renewed.qdata
 
     def keep_like(self, old: "Halves") -> None:
         """Keep what the halves that these replace kept."""
@@ -203,6 +211,8 @@ class Halves:
             self.keep_amax()
         if old.cast is not None and self.cast is None:
             self.keep_payload(old.cast)
+            if old.table is not None and self.high.device != old.high.device:
+                old.table.keep(self, old.row)  # not that of a copy, which stays on the device
 
     def write(self, weight: Tensor) -> None:
         """Store a float32 weight exactly, with 16 residual bits."""
@@ -256,20 +266,20 @@ class Halves:
         """Return names of the tensors that a graph takes as inputs, and a constant of the graph."""
         names = ["high"] if self.residual is None else ["high", "residual"]
         if self.cast is not None:
-            names += ["fp8_payload", "fp8_scale"]
+            names += ["fp8_payload"] if self.row is not None else ["fp8_payload", "fp8_scale"]
         elif self.amax is not None:
             names += ["fp8_amax"]
-        return names, (self.bits, self.cast)
+        return names, (self.bits, self.cast, self.row)
 
     @staticmethod
     def unflattened(inner: dict[str, Tensor], context: Any) -> "Halves":
         """Return the halves that `flattened` took apart."""
-        (bits, cast), payload = context, None
-        if cast is not None:
-            parts = inner["fp8_payload"], inner["fp8_scale"]
-            payload = QuantizedTensor(*parts, cast.spec.granularity)
-        halves = inner["high"], inner.get("residual"), bits, inner.get("fp8_amax")
-        return Halves(*halves, cast, payload)
+        (bits, cast, row), codes = context, inner.get("fp8_payload")
+        halves = Halves(inner["high"], inner.get("residual"), bits, inner.get("fp8_amax"), cast)
+        halves.row, halves.codes = row, codes
+        if codes is not None and row is None:
+            halves.payload = QuantizedTensor(codes, inner["fp8_scale"], cast.spec.granularity)
+        return halves
 
     @property
     def kept(self) -> list[Tensor]:

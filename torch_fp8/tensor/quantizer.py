@@ -187,7 +187,7 @@ class WeightQuantizer(NamedTuple):
             return None
         halves, cast = weight.halves, PayloadCast.of(self.quantizer.spec, self.transposed)
         fits = halves.cast == cast and cast.serves_backward and halves.is_filled
-        return halves.payload if fits else None
+        return scaling.payload_in_backward(halves.payload) if fits else None
 
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, after: Tensor | None = None

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.function import outside_inference_mode
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.quantization.scaling import scale_in_table
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.base import in_shared_memory, wrapper
 from torch_fp8.tensor.dtensor import local
@@ -206,7 +208,7 @@ class SplitWeight(SplitTensor):
     high = property(operator.attrgetter("halves.high"))
     residual = property(operator.attrgetter("halves.residual"))
     fp8_amax = property(lambda self: self.halves.graph_amax())
-    fp8_payload = property(lambda self: self.halves.graph_payload().qdata)
+    fp8_payload = property(lambda self: self.halves.graph_codes())
     fp8_scale = property(operator.attrgetter("halves.payload.scale"))
 
     @staticmethod
@@ -243,6 +245,23 @@ def halves_of(weight: Tensor) -> Halves | None:
     """Return the halves of a split weight, or of this rank's shard, or None if it is not split."""
     shard = local(weight)
     return shard.halves if isinstance(shard, SplitWeight) else None
+
+
+def scales_of_block(weight: Tensor) -> Tensor | None:
+    """Return the table of scales that a graph takes beside a weight, or None; Dynamo traces it."""
+    table = weight.halves.table if isinstance(weight, SplitWeight) else None
+    return None if table is None else table.scales
+
+
+def read_scale(weight: Tensor, scales: Tensor | None) -> None:
+    """Give a weight in a graph its payload, whose scale is in a table from `scales_of_block`.
+
+    Code that does not call this casts the weight again, to the same bits.
+    """
+    halves: Any = weight.halves if isinstance(weight, SplitWeight) else None
+    if halves is not None and scales is not None and halves.codes is not None:
+        scale = scale_in_table(scales, halves.row)
+        halves.payload = QuantizedTensor(halves.codes, scale, halves.cast.spec.granularity)
 
 
 def stored(weight: Tensor) -> Tensor:

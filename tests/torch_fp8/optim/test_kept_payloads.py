@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import pytest
@@ -112,3 +113,47 @@ def test_ranks_take_the_answer_of_the_first(free, first, monkeypatch):
         free(num_bytes)
         reports.append(_converted()[2].num_cached)
     assert reports == [2 if first else 0] * 2
+
+
+def _scales(model):
+    return [p.halves.payload.scale for p in model.parameters() if p.ndim > 1]
+
+
+def test_the_scales_of_a_block_are_rows_of_one_table(free):
+    free(NEEDED)
+    model, optimizer, _ = _converted()
+    first, second = _scales(model)
+    assert second.data_ptr() - first.data_ptr() == 16
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    (table,) = {p.halves.table for p in model.parameters() if p.ndim > 1}
+    for p in (model[0].weight, model[2].weight):
+        amax = p.halves.high.float().abs().amax()
+        assert p.halves.current_payload(p.halves.cast).scale == amax / 448
+    assert torch.equal(table.scales[:, 0], torch.stack([first, second]))
+    before = first.clone()
+    model(torch.ones(2, 128)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(first, before)
+    assert model[0].weight.halves.payload.scale is first
+
+
+def test_copies_and_moved_weights_have_scales_of_their_own(free):
+    free(NEEDED)
+    model, _, _ = _converted()
+    for p in (model[0].weight, model[2].weight):
+        p.halves.current_payload(p.halves.cast)
+    before, copied = torch.stack(_scales(model)), copy.deepcopy(model)
+    with torch.no_grad():
+        copied[0].weight.mul_(4)
+    copied[0].weight.halves.current_payload(copied[0].weight.halves.cast)
+    assert torch.equal(torch.stack(_scales(model)), before)
+    assert copied[0].weight.halves.table is None
+    other = torch.optim.AdamW(copied.parameters())
+    convert_optimizer(other, FP8Config(recipe="tensorwise"), model=copied)
+    first, second = _scales(copied)
+    assert second.data_ptr() - first.data_ptr() == 16
+    model.to("meta")
+    model.to_empty(device="cpu")
+    first, second = _scales(model)
+    assert second.data_ptr() - first.data_ptr() == 16
