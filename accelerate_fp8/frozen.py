@@ -19,6 +19,7 @@ from torch_fp8.conversion.frozen_layers import (
     option_that_keeps,
     share_equal_weights,
 )
+from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.memory import size_text
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -59,6 +60,7 @@ class EvaluationModels:
                 device = next(model.parameters()).device
                 report = freeze_weights(model, self.config, device, lambda _: True)
                 if report.frozen:
+                    convert_producers(model, self.config)
                     reports[model] = report
                     self._frozen[model] = None
         return reports

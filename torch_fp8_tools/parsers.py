@@ -119,7 +119,7 @@ def _plan(commands: Any) -> None:
     add("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
     add("--json", action="store_true", help="print JSON instead of tables")
     mistakes = (ValueError, TypeError, ImportError, OSError)
-    run = "torch_fp8_tools.plan.command:run"
+    run = "torch_fp8_tools.plan.plan:run"
     parser.set_defaults(run=run, mistakes=mistakes, is_whole=True)
 
 

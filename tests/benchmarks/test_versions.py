@@ -49,6 +49,11 @@ def test_torch_and_pythons_are_what_was_tried():
     assert (named[0], named[-1]) == (lowest, highest)
 
 
+def test_each_combination_has_one_row():
+    keys = [versions._key(row) for row in ROWS]
+    assert len(keys) == len(set(keys))
+
+
 def test_documents_show_the_rows():
     shown = (ROOT / "docs" / "versions.md").read_text().split(versions.MARK)
     assert len(shown) == 3

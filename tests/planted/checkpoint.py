@@ -2,6 +2,11 @@
 
 _TESTS = "tests/torch_fp8/checkpoint"
 FAULTS = {
+    ("torch_fp8/checkpoint/load.py", f"{_TESTS}/test_load_checkpoint.py"): (
+        "norms of a loaded model are connected to layers that are not frozen yet",
+        "    convert(model, config, target, fill)\n",
+        "    convert(model, config, target)\n    fill(model, config, target)\n",
+    ),
     (
         "torch_fp8/checkpoint/export.py",
         (

@@ -121,8 +121,13 @@ FAULTS = {
     ),
     ("torch_fp8/nn/layer_fp8.py", f"{_TESTS}/test_smooth_swiglu.py"): (
         "down projections have one scale for all channels",
-        "return smooth_operands if self.recipe.smooth else plain_operands",
-        "return plain_operands",
+        "return SmoothOperands if self.recipe.smooth else PlainOperands",
+        "return PlainOperands",
+    ),
+    ("torch_fp8/nn/fprop_operands.py", f"{_TESTS}/test_smooth_swiglu.py"): (
+        "a gated MLP casts its product before the factors of its channels are known",
+        "    independent = False\n",
+        "",
     ),
     (
         "torch_fp8/nn/rms_norm.py",

@@ -17,7 +17,7 @@ def test_what_no_command_expects_is_one_line_and_a_file(monkeypatch, tmp_path, c
         raise KeyError("nobody thought of this")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torch_fp8_tools.plan.command.run", fail)
+    monkeypatch.setattr("torch_fp8_tools.plan.plan.run", fail)
     assert cli.main(["plan", "llama-3.1-8b"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -41,7 +41,7 @@ def test_an_interrupt_of_any_command_is_130(monkeypatch, capsys):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_fp8_tools.plan.command.run", interrupt)
+    monkeypatch.setattr("torch_fp8_tools.plan.plan.run", interrupt)
     assert cli.main(["plan", "llama-3.1-8b"]) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
     monkeypatch.setattr("torch_fp8_tools.stock_states.convert", interrupt)
@@ -188,8 +188,8 @@ def tiny_llama(tmp_path_factory):
 
 PRINTS = """
 import sys, _fp8_command
-from torch_fp8_tools.plan import command
-command.run = lambda options: print("a plan") or 0
+from torch_fp8_tools.plan import plan
+plan.run = lambda options: print("a plan") or 0
 sys.exit(_fp8_command.main())
 """
 OUTPUTS = {"a closed pipe": "", "no output": ">&-", "a full disk": ">/dev/full"}

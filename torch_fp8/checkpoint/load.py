@@ -7,7 +7,6 @@ converted to the form that the model keeps, and freed before the next one is rea
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,9 +18,9 @@ from torch_fp8.checkpoint.files import SafetensorsFiles
 from torch_fp8.checkpoint.formats import Block, FileFormat, decoded, parse_format
 from torch_fp8.checkpoint.names import homes_of
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.convert import convert
 from torch_fp8.conversion.freeze import refuse_kept
-from torch_fp8.conversion.frozen_layers import freeze_weights, frozen_recipe
+from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_weights, frozen_recipe
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.argument_types import check_arguments
@@ -192,7 +191,8 @@ def load_trainable(
         split_parts(parameter, read.parts())
         return parameter
 
-    return _load(cls, path, torch.device("cpu" if device is None else device), place)
+    model, files = _built(cls, path)
+    return _fill(model, files, torch.device("cpu" if device is None else device), place)
 
 
 @torch.inference_mode(False)
@@ -232,12 +232,15 @@ def load_frozen(
             return _plain(read)
         return frozen_parameter(freeze_tensor(read, spec, name, torch.bfloat16))
 
-    convert = partial(convert_to_float8, config=config, device=target)
-    model = _load(cls, path, target, place, convert)
-    for layer in model.modules():
-        if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
-            layer.restart()  # the layer was created on the meta device
-    freeze_weights(model, config, target, lambda _: False)  # the layers of the weights placed here
+    def fill(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
+        _fill(model, files, device, place)
+        for layer in model.modules():
+            if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
+                layer.restart()  # the layer was created on the meta device
+        return freeze_weights(model, config, device, lambda _: False)  # those placed here
+
+    model, files = _built(cls, path)
+    convert(model, config, target, fill)
     return model.requires_grad_(False)
 
 
@@ -245,21 +248,19 @@ def _plain(read: Read) -> Tensor:
     return read if isinstance(read, Tensor) else read.dequantize(torch.bfloat16)
 
 
-@torch.no_grad()
-def _load(
-    cls: Any,
-    path: str | Path,
-    target: torch.device,
-    place: Place,
-    convert: Callable[[nn.Module], object] | None = None,
-) -> nn.Module:
-    """Build a model, convert it without data, and fill it from a checkpoint."""
+def _built(cls: Any, path: str | Path) -> tuple[nn.Module, QuantizedFiles]:
+    """Return a model without data, and the checkpoint that fits it."""
     files = QuantizedFiles(path)
     model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
     homes = homes_of(model)
     check_keys(model, files, {key: getattr(*owners[0]) for key, owners in homes.items()})
-    if convert is not None:
-        convert(model)
+    return model, files
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, files: QuantizedFiles, target: torch.device, place: Place) -> nn.Module:
+    """Fill a model without data, which may be converted, from a checkpoint."""
+    homes = homes_of(model)
     for key in files:
         owners, read = homes[key], files.read(key).to(target)
         _assign(owners, place(key, owners[0][0], read) if len(owners) == 1 else _plain(read))

@@ -6,6 +6,7 @@ them (an optimizer, a tied module, FSDP's maps, a state dict) has to change.
 
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
-from torch_fp8.conversion.frozen_layers import freeze_as_configured
+from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
 from torch_fp8.conversion.fused_layers import (
     Producers,
     convert_producers,
@@ -97,9 +98,12 @@ def convert_to_float8(
 
 
 def convert(
-    model: nn.Module, config: FP8Config, device: torch.device | str | None, freezes: bool = False
+    model: nn.Module,
+    config: FP8Config,
+    device: torch.device | str | None,
+    freeze: Callable[[nn.Module, FP8Config, torch.device], FreezeReport] = freeze_as_configured,
 ) -> ConversionReport:
-    """Do what `convert_to_float8` does and, if `freezes`, what `torch_fp8.freeze` does."""
+    """Do what `convert_to_float8` does; `freeze` runs before norms and MLPs are connected."""
     refuse_share(config, "convert_to_float8")
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
@@ -115,7 +119,7 @@ def convert(
     fuses = bool(converted) and not _is_te(config)
     if not fuses:
         revert_producers(model)
-    frozen = freeze_as_configured(model, config, target, freezes)
+    frozen = freeze(model, config, target)
     fused = convert_producers(model, config) if fuses else Producers()
     place_regions(model)
     take_adapters(model)

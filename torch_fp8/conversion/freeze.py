@@ -8,6 +8,7 @@ your script froze may be unfrozen later, so you ask for this storage yourself, b
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
+    freeze_as_configured,
     freeze_weights,
     meant_to_freeze,
     option_that_keeps,
@@ -61,10 +63,12 @@ def freeze(
     config = _config_of(layers) if is_converted else config_or_default(config)
     refuse_kept(config)
     if not is_converted:
-        report = convert(model, config, device, freezes=True).frozen
+        report = convert(model, config, device, partial(freeze_as_configured, every=True)).frozen
     else:
         target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
         report = freeze_weights(model, config, target, meant_to_freeze(model, config, every=True))
+        if report.frozen:
+            convert_producers(model, config)
     guard(model)
     return report
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight, why_not_gathered
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
@@ -125,14 +124,16 @@ def freeze_as_configured(
 ) -> FreezeReport:
     """Freeze the modules of a converted model to which `config.frozen_weights` applies.
 
-    With `config.merge_aware`, LoRA layers over them then multiply by merged weights. Norms and MLPs
-    are not reconnected. `every` is that of `meant_to_freeze`.
+    With `config.merge_aware`, LoRA layers over them then multiply by merged weights.
+
+    Args:
+        every: see `meant_to_freeze`.
     """
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
     meant = meant_to_freeze(model, config, every)
-    report = freeze_weights(model, config, device, meant, reconnects=False)
+    report = freeze_weights(model, config, device, meant)
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
     return report
@@ -143,18 +144,17 @@ def freeze_weights(
     config: FP8Config,
     device: torch.device,
     meant: Callable[[RunsFP8], bool],
-    reconnects: bool = True,
 ) -> FreezeReport:
-    """Store the weights of some FP8 modules as FP8 only, and reconnect norms and MLPs to them.
+    """Store the weights of some FP8 modules as FP8 only.
 
-    Weights whose bytes were taken over from a checkpoint or a host are stored in any case.
+    Weights whose bytes were taken over from a checkpoint or a host are stored in any case. The
+    caller then connects norms and MLPs (`convert_producers`), which depend on it.
 
     Args:
         model: converted model.
         config: configuration of its conversion.
         device: device on which it will run.
         meant: function that returns whether a module should be frozen if it can be.
-        reconnects: whether to reconnect norms and MLPs.
     """
     recipe, emulate = frozen_recipe(config, device)
     run = recipe, emulate, ThawNotice()
@@ -175,8 +175,6 @@ def freeze_weights(
         connect_fsdp(model, config)
     if report.frozen:
         _warn_of_merges()
-        if reconnects:
-            convert_producers(model, config)
     return report
 
 

@@ -78,7 +78,7 @@ class Tape(NamedTuple):
             the values so far.
         results: function that picks the call's result from the values.
         hooks: Triton's lists of the kernels' hooks; the tape isn't replayed if one is not empty.
-        no_hooks: as many empty lists.
+        no_hooks: an empty list for each of `hooks`, with which these are compared.
     """
 
     constants: list[Any]

@@ -13,7 +13,7 @@ in the layouts that the GEMMs of the two layers read, or as one gradient for a s
 The product is computed in float32 and rounded once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torch_fp8.autograd.function import (
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
+from torch_fp8.nn.fprop_operands import PlainOperands
 from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
@@ -39,8 +40,7 @@ from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.quantize import saved_stand_ins
-from torch_fp8.ops.smooth import swiglu_save_columns
-from torch_fp8.ops.swiglu import swiglu, swiglu_save
+from torch_fp8.ops.swiglu import swiglu
 from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.tensor.base import Payloads
@@ -74,8 +74,8 @@ class _Options(NamedTuple):
     """Whether gate is the first half of a tensor with both."""
     in_graph: bool = False
     """Whether torch.compile traces; all results are plain tensors then."""
-    columns: bool = False
-    """Whether the down layer needs the amax of each channel (`torch_fp8.ops.smooth`)."""
+    save: Callable[..., Sequence[Any]] = PlainOperands.save_swiglu
+    """Function that saves gate and up, if the product is cast later."""
 
 
 class MLPFP8(NamedTuple):
@@ -135,16 +135,17 @@ class Float8GatedMLP(RunsFP8):
         return tuple([layer(x) for layer in layers])
 
     def _options(self, down_layer: Any) -> _Options:
-        ahead, columns = None, False
+        ahead, save = None, PlainOperands.save_swiglu
         if _in_fp8(down_layer):
             down, wgrad = down_layer.fp8, down_layer.weight.requires_grad
-            ahead, columns = down.producer_quantizer(down_layer, INPUT), down.channels is not None
+            ahead = down.producer_quantizer(down_layer, INPUT)
+            save = down.operand_class.save_swiglu
             if ahead is not None:
                 ahead = ahead._replace(columnwise_usage=wgrad and down.recipe.wgrad is not None)
         fp8, readers = self.fp8, self._gradient_readers()
         save_fp8 = fp8.config.save_activations == "fp8"
         options = fp8.name, True, save_fp8, ahead, readers, fp8.spec.gate_first
-        return _Options(*options, columns=columns)
+        return _Options(*options, save=save)
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
         """Compute the product in a graph of torch.compile."""
@@ -196,10 +197,8 @@ class _SwiGLUFunction(torch.autograd.Function):
         ahead = options.ahead
         if save and ahead is not None and not dropped:
             payloads, saved = cast_and_save(gate, up, ahead)
-        elif save and options.columns:
-            *saved, amax = swiglu_save_columns(gate, up, not dropped)
         elif save and ahead is None:
-            *saved, amax = swiglu_save(gate, up, None, not dropped)
+            *saved, amax = options.save(gate, up, not dropped)
         if dropped:
             saved = (*saved_stand_ins(gate), *saved_stand_ins(up))
         if keep:
@@ -269,10 +268,11 @@ def _product_in_graph(
 
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down is not None:
-        recipe, *_ = of_text(down)
+        recipe, *_, operand_class = of_text(down)
         # A rowwise cast is not fused, but one operator both casts and saves gate and up: selective
         # checkpointing would recompute a separate save in backward, with two GEMMs.
-        if (recipe.input.granularity != "tensorwise" or of_down) and not recipe.smooth:
+        has_scale = recipe.input.granularity != "tensorwise" or of_down
+        if has_scale and operand_class.independent:
             wgrad = keep and trains_down and recipe.wgrad is not None
             ahead = quantizers(down, of_down).input._replace(columnwise_usage=wgrad)
     if casts is not None:

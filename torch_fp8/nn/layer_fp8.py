@@ -6,7 +6,6 @@ It holds the layer's configuration, recipe, quantizers, cached payload and delay
 Legend: M tokens, K in, N out.
 """
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import INPUT, LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
+from torch_fp8.nn.fprop_operands import PlainOperands, SmoothOperands
 from torch_fp8.nn.frozen_storage import FrozenState
-from torch_fp8.nn.linear_function import LinearOptions, plain_operands
+from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.nn.scaling_rule import ScalingRule
-from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
@@ -64,8 +63,8 @@ class LayerFP8:
         frozen: state of a weight that is stored as FP8 only, or None if it is not.
 
     Attributes:
-        casts: recipe, `transposed`, `emulate` and `cast` as a string, a constant for graphs of
-            torch.compile.
+        casts: recipe, `transposed`, `emulate` and `operand_class` as a string, a constant for
+            graphs of torch.compile.
         scaling: state of delayed scaling, or None if each cast computes its scale.
         payloads: cache of the weight's payload.
         channels: channel maxima of the last forward, if the recipe is smooth; else None.
@@ -102,13 +101,13 @@ class LayerFP8:
     def run_emulated(self, emulate: bool) -> None:
         """Set whether GEMMs run through the reference path, instead of torch's operator."""
         self.emulate = emulate
-        self.casts = as_text((self.recipe, self.transposed, emulate, self.cast))
+        self.casts = as_text((self.recipe, self.transposed, emulate, self.operand_class))
         self.forget_quantizers()
 
     @property
-    def cast(self) -> Callable[..., CastOperands]:
-        """Function that casts the operands of fprop."""
-        return smooth_operands if self.recipe.smooth else plain_operands
+    def operand_class(self) -> type[PlainOperands]:
+        """Class that casts the operands of fprop."""
+        return SmoothOperands if self.recipe.smooth else PlainOperands
 
     @property
     def delayed(self) -> LayerScaling | None:
@@ -166,11 +165,13 @@ class LayerFP8:
     def producer_quantizer(self, layer: Any, operand: int) -> Quantizer | None:
         """Return the quantizer of INPUT or GRAD_OUTPUT if its scale is already known, or None.
 
-        An input with block scales needs no other scale. With Smooth-SwiGLU its scale is not known.
+        An input with block scales needs no other scale.
         """
+        if operand == INPUT and not self.operand_class.independent:
+            return None
         is_block = operand == INPUT and self.recipe.input.granularity.startswith("block")
         is_known = self.scaling is not None and not isinstance(layer.weight, DTensor)
-        if not (is_block or is_known) or (self.channels is not None and operand == INPUT):
+        if not (is_block or is_known):
             return None
         quantizer = self.quantizer(layer, operand)
         return quantizer if is_block or quantizer.source.scale is not None else None
@@ -226,7 +227,7 @@ class LayerFP8:
         name = "" if compiling else self.name  # see `torch_fp8.autograd.function.name_of`
         out_dtype = autocast_dtype(operands.weight.device.type) or operands.dtype
         products = self.recipe, self.quantizers(layer, group), self.emulate, layer.training
-        return LinearOptions(name, operands.dtype, out_dtype, *products, self.cast)
+        return LinearOptions(name, operands.dtype, out_dtype, *products, self.operand_class)
 
     def release(self) -> None:
         """Free cached payloads and quantizers, before weight and scales move."""

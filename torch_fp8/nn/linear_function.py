@@ -8,7 +8,6 @@ Legend: M tokens, K in, N out.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch_fp8.autograd.function import (
     written_in_backward,
 )
 from torch_fp8.nn.bf16_forward import linear_in_bf16
-from torch_fp8.nn.smooth_operands import CastOperands
+from torch_fp8.nn.fprop_operands import CastOperands, PlainOperands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
@@ -41,7 +40,6 @@ from torch_fp8.tensor.quantizer import (
     Quantizers,
     WeightQuantizer,
     matrix,
-    quantize_input,
 )
 from torch_fp8.tensor.split_weight import SplitWeight, read_scale
 from torch_fp8.tensor.weight_half import gradient_dtype
@@ -59,7 +57,7 @@ class LinearOptions(NamedTuple):
         quantizers: casts of the operands.
         emulate: whether the GEMMs run through the reference path.
         training: whether the layer is in training mode.
-        cast: function that casts the operands of fprop, like `plain_operands`.
+        operand_class: class that casts the operands of fprop.
     """
 
     name: str
@@ -69,7 +67,7 @@ class LinearOptions(NamedTuple):
     quantizers: Quantizers
     emulate: bool
     training: bool
-    cast: Callable[..., CastOperands]
+    operand_class: type[PlainOperands]
 
     def quantizers_of(self, buffers: tuple[Tensor, ...]) -> Quantizers:
         """Return the quantizers with the scales and slots of a graph's buffers, if it has any."""
@@ -111,11 +109,11 @@ def graph_options(
     text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool
 ) -> LinearOptions:
     """Return the options of a layer in a graph; `text`: see `LayerFP8.casts`."""
-    recipe, transposed, emulate, cast = of_text(text)
+    recipe, transposed, emulate, operand_class = of_text(text)
     specs = recipe.input, recipe.weight, recipe.grad_output
     x, w, g = [Quantizer(spec, OF_TENSOR) for spec in specs]
     quantizers = Quantizers(x, WeightQuantizer(w, transposed=transposed), g)
-    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, cast)
+    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, operand_class)
 
 
 @torch.compiler.allow_in_graph
@@ -146,27 +144,6 @@ def linear_in_graph(
     return linear(x, weight, bias, x.shape, options, *buffers)
 
 
-def plain_operands(
-    quantizers: Quantizers, x: Tensor, weight: Tensor, training: bool | None, **needs: Any
-) -> CastOperands:
-    """Cast the operands of fprop, and the input for the wgrad that may follow.
-
-    Args:
-        quantizers, x, weight: see `fprop`.
-        training: whether the layer is in training mode, or None if a backward may follow.
-        needs: see `torch_fp8.tensor.quantizer.quantize_input`.
-    """
-    if training is None:  # cast the weight first, while a collective may still fill x
-        w = quantizers.weight.for_fprop(weight)
-    else:
-        w = quantizers.weight.without_gradients(weight, training)
-    if quantizers.observer is not None:
-        quantizers.observer.weight(weight, w)
-    payloads = quantize_input(quantizers.input, x, **needs, observer=quantizers.observer)
-    # A tensorwise scale serves both layouts, so that backward need not compute it again.
-    return CastOperands(payloads, w, w.scale if w.granularity == "tensorwise" else None)
-
-
 def fprop(
     x: Tensor,
     weight: Tensor,
@@ -192,7 +169,8 @@ def fprop(
     if recipe.bf16_forward:
         y, payloads = linear_in_bf16(x, weight, bias, shape, quantizers, **needs)
         return y, CastOperands(payloads, None, None)
-    operands = options.cast(quantizers, x, weight, None if gradients else options.training, **needs)
+    training = None if gradients else options.training
+    operands = options.operand_class.cast(quantizers, x, weight, training, **needs)
     a, b = operands.input.rowwise, operands.weight
     assert a is not None
     assert b is not None

@@ -68,7 +68,8 @@ def _begin_scope(layer: Float8Layer, compiled: bool) -> None:
     """Begin a scope in which nothing writes to the weight; cast it now for compiled graphs."""
     fp8: Any = layer.fp8
     cache, weight = fp8.payloads, layer._parameters.get("weight")
-    if not cache.keeps_evaluation or fp8.recipe.smooth or fp8.recipe.bf16_forward:
+    casts_alone = fp8.operand_class.independent and not fp8.recipe.bf16_forward
+    if not (cache.keeps_evaluation and casts_alone):
         return
     if weight is None or isinstance(weight, DTensor) or not weight.numel():  # FSDP gathers
         return

@@ -16,7 +16,7 @@ from tests.fp8_checkpoints import (
     write,
     write_llama,
 )
-from tests.internals import block_scaled, residual_of
+from tests.internals import block_scaled, convert_producers, residual_of
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -275,6 +275,19 @@ def test_a_bf16_checkpoint_is_frozen_as_its_model_would_be(tmp_path):
         assert torch.equal(_held(model)[key].scale, payload.scale)
     x = torch.randn(4, 128).bfloat16()
     assert torch.equal(model(x), later.eval()(x))
+
+
+def test_norms_and_mlps_are_connected_once_to_layers_that_are_frozen(tmp_path, monkeypatch):
+    expected, connected = _written(tmp_path), []
+
+    def connect(model, config):
+        connected.append(_held(model).keys())
+        return convert_producers(model, config)
+
+    for module in ("convert", "freeze"):
+        monkeypatch.setattr(f"torch_fp8.conversion.{module}.convert_producers", connect)
+    load_frozen(_Model, tmp_path)
+    assert connected == [expected.keys()]
 
 
 @pytest.mark.parametrize("config", [FP8Config(opt_level="O1"), FP8Config(frozen_weights="keep")])

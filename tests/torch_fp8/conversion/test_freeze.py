@@ -56,7 +56,7 @@ def test_norms_and_mlps_are_connected_once(monkeypatch, is_converted):
         connected.append(model)
         return convert_producers(model, config)
 
-    for module in ("convert", "frozen_layers"):
+    for module in ("convert", "freeze"):
         monkeypatch.setattr(f"torch_fp8.conversion.{module}.convert_producers", connect)
     assert freeze(model).frozen == ("up", "down")
     assert connected == [model]

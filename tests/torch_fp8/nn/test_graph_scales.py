@@ -311,6 +311,29 @@ def test_the_layers_of_a_block_hold_their_scales_in_one_tensor():
     assert len(set.union(*tables)) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_move_keep_their_scales_and_share_them_again_after_a_step(dtype):
+    model, optimizer = _converted(Readers(), "tensorwise")
+    model.compile(backend="aot_eager")
+    layers = model.first, model.second, model.third
+
+    def step(seed):
+        model(_x(seed).to(model.first.weight.dtype)).float().square().mean().backward()
+        optimizer.step()
+        return torch.stack([scaling_buffers(layer)[1] for layer in layers])
+
+    before = [step(seed) for seed in range(2)][-1]
+    model.to(torch.float64).to(dtype)
+    after = [scaling_buffers(layer)[1] for layer in layers]
+    assert before.all()
+    assert torch.equal(torch.stack(after), before)
+    assert len({id(layer.fp8_scales) for layer in layers}) == 3
+    renewed = step(2)
+    assert len({id(layer.fp8_scales) for layer in layers}) == 1
+    assert not torch.equal(renewed, before)
+    assert torch.equal(torch.stack(after), before)  # nobody wrote to what a backward may read
+
+
 def _converted(model, recipe):
     scales = "current" if recipe == "delayed" else "last_step"
     convert_to_float8(model, FP8Config(recipe=recipe, graph_scales=scales))

@@ -1,0 +1,184 @@
+"""The operands of a layer's fprop: as they are, or with one scale per channel for Smooth-SwiGLU.
+
+`SmoothOperands` casts the input as ``x s`` and the weight as ``w / s``, so that the product is
+``x w^T``. The factors s come from `torch_fp8.ops.smooth`. Both casts use the scales of the current
+tensors, even with delayed scaling: s already contains a sudden outlier before anything is cast. The
+recorded amaxes are those of x and w without s, for dgrad, which multiplies by w, and for later
+steps without Smooth-SwiGLU. The gradient of the weight, ``g^T (x s)``, is divided by s at the end.
+
+Legend: M tokens, K in, N out.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fp8.autograd.current_pass import saves_nothing
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.nn.layer_norm import Computed
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts, swiglu_save_columns
+from torch_fp8.ops.swiglu import swiglu_save
+from torch_fp8.quantization.scaling import group_amax, scale_from_amax
+from torch_fp8.tensor.base import QuantizableTensor, dequantized, input_stand_ins
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8.tensor.producer import LazySource
+from torch_fp8.tensor.quantizer import InputPayloads, Quantizer, Quantizers, matrix, quantize_input
+from torch_fp8.tensor.split_weight import stored
+
+
+class CastOperands(NamedTuple):
+    """The cast operands of fprop, and what backward needs from them.
+
+    Attributes:
+        input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.
+        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``, or None if fprop
+            runs in BF16.
+        weight_scale: () scale of w itself, for dgrad, or None if the cast in dgrad computes it.
+        inverse: (K,) float32, 1 / s, or None without Smooth-SwiGLU.
+    """
+
+    input: InputPayloads
+    weight: QuantizedTensor | None
+    weight_scale: Tensor | None
+    inverse: Tensor | None = None
+
+
+class PlainOperands:
+    """Casts input and weight of fprop as they are.
+
+    Attributes:
+        independent: whether no cast needs the other operand, so that another module may cast the
+            input in advance, and a rollout may cast the weight once.
+    """
+
+    independent: ClassVar[bool] = True
+
+    @staticmethod
+    def cast(
+        quantizers: Quantizers,
+        x: Tensor,
+        weight: Tensor,
+        training: bool | None,
+        *,
+        wgrad: bool,
+        fp8_wgrad: bool,
+        dtype: torch.dtype,
+    ) -> CastOperands:
+        """Cast the operands of fprop, and the input for the wgrad that may follow.
+
+        Args:
+            quantizers: quantizers of the layer.
+            x: (..., K).
+            weight: (N, K), or (K, N) if its quantizer is `transposed`.
+            training: whether the layer is in training mode, or None if a backward may follow.
+            wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
+        """
+        if training is None:  # cast the weight first, while a collective may still fill x
+            w = quantizers.weight.for_fprop(weight)
+        else:
+            w = quantizers.weight.without_gradients(weight, training)
+        observer = quantizers.observer
+        if observer is not None:
+            observer.weight(weight, w)
+        needs: dict[str, Any] = {"wgrad": wgrad, "fp8_wgrad": fp8_wgrad, "dtype": dtype}
+        payloads = quantize_input(quantizers.input, x, **needs, observer=observer)
+        # A tensorwise scale serves both layouts, so that backward need not compute it again.
+        return CastOperands(payloads, w, w.scale if w.granularity == "tensorwise" else None)
+
+    @staticmethod
+    def save_swiglu(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
+        """Return what `torch_fp8.ops.swiglu.swiglu_save` does for a product that is cast later."""
+        return swiglu_save(gate, up, None, save)
+
+
+class SmoothOperands(PlainOperands):
+    """Casts ``x s`` and ``w / s`` with factors s from the channels of x."""
+
+    independent = False
+    save_swiglu = staticmethod(swiglu_save_columns)
+
+    @staticmethod
+    def cast(
+        quantizers: Quantizers,
+        x: Tensor,
+        weight: Tensor,
+        training: bool | None,
+        *,
+        wgrad: bool,
+        fp8_wgrad: bool,
+        dtype: torch.dtype,
+    ) -> CastOperands:
+        """Cast the operands of fprop, and the input for the wgrad that may follow.
+
+        `training` is not used: ``w / s`` changes with each input, so it is never cached.
+        """
+        of_input = quantizers.input
+        if isinstance(x, LazyQuantizedTensor):
+            source = x.production
+        else:
+            source = LazySource("", (), Computed(matrix(x)))
+        channels = source.channel_amax()
+        factors, inverse, amax = smooth_factors(channels)
+        if quantizers.channels is not None and not torch.compiler.is_compiling():
+            quantizers.channels.amax = channels
+        of_input.source.record(channels)
+        dropped = wgrad and saves_nothing()
+        options = _options(of_input, amax, rowwise=True, columnwise=fp8_wgrad and not dropped)
+        row, col = source.smoothed(factors, options)
+        assert row is not None
+        if quantizers.observer is not None:
+            quantizers.observer.input(x, row, col, factors)
+        if dropped:
+            payloads = InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
+        elif col is not None:
+            payloads = InputPayloads(row, col.qdata, col.scale, None)
+        else:
+            payloads = InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
+        return CastOperands(payloads, *_smooth_weight(quantizers, weight, inverse), inverse)
+
+
+def _smooth_weight(
+    quantizers: Quantizers, weight: Tensor, inverse: Tensor
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Return the payload (N, K) of ``w / s``, and the scale of w itself if it is known, or None."""
+    quantizer, scale, amax = quantizers.weight.quantizer, None, None
+    whole = dequantized(stored(weight))  # a weight gathered or stored in FP8 is dequantized
+    rows = whole.t() if quantizers.weight.transposed else whole  # (N, K)
+    rows = rows.detach()
+    if quantizer.spec.granularity == "tensorwise":
+        columns = column_amax(rows)
+        amax = (columns * inverse).amax()
+        if not isinstance(weight, QuantizableTensor):
+            scale = _scale(quantizer, columns)
+    row, _ = smoothed_layouts(
+        rows, inverse, _options(quantizer, amax, rowwise=True, columnwise=False)
+    )
+    assert row is not None
+    if quantizers.observer is not None:
+        quantizers.observer.weight(weight, row, inverse)
+    return row, scale
+
+
+def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
+    """Return the () scale of a weight from the amaxes (K,) of its columns, and
+    record the largest.
+    """
+    quantizer.source.record(columns)
+    if quantizer.source.scale is not None:
+        return quantizer.source.scale
+    amax, spec = group_amax(columns, quantizer.group), quantizer.spec
+    return scale_from_amax(amax, spec.format, spec.power_of_two)
+
+
+def _options(
+    quantizer: Quantizer, amax: Tensor | None, *, rowwise: bool, columnwise: bool
+) -> CastOptions:
+    """Return a cast with the scale of the current tensor, equal on all ranks of a group."""
+    spec = quantizer.spec
+    if spec.granularity != "tensorwise":
+        amax = None
+    elif quantizer.group is not None and amax is not None:
+        amax = group_amax(amax, quantizer.group)
+    return CastOptions.of(spec, None, amax, rowwise=rowwise, columnwise=columnwise)
