@@ -16,6 +16,7 @@ from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.frozen_storage import FrozenStorage, left_unread, plain_copy
 from torch_fp8.nn.merge_aware import MergeAware
 from torch_fp8.quantization.wording import counted
+from torch_fp8.tensor.producer import own_parameters
 
 
 def merge_exactly(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -25,6 +26,9 @@ def merge_exactly(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """
     base: Any = self.get_base_layer()
     name = getattr(self, "parameter_name", "weight")
+    weight = getattr(base, name, None)
+    if weight is not None:  # PEFT writes ``weight.data``, which has no version
+        own_parameters(written=weight)
     if not (isinstance(base, FrozenStorage) and base.begin_merge(name)):
         original(self, *args, **kwargs)
         return

@@ -4,6 +4,7 @@ _TESTS = "tests/torch_fp8/loss_head"
 _READS, _LOSSES = f"{_TESTS}/test_logits_reads.py", f"{_TESTS}/test_logits_losses.py"
 _BREAKS = f"{_TESTS}/test_head_graph_breaks.py"
 _GRAPHS = f"{_TESTS}/test_head_compiled.py"
+_CHANGES = f"{_TESTS}/test_head_changes.py"
 _FROZEN, _RANKS = f"{_TESTS}/test_frozen_head.py", f"{_TESTS}/test_head_ranks.py"
 FAULTS = {
     ("torch_fp8/nn/head_call.py", _READS): (
@@ -19,6 +20,23 @@ FAULTS = {
         "weights are not copied before a step writes them",
         "        await_step(self)\n",
         "",
+    ),
+    ("torch_fp8/nn/head_call.py", _CHANGES): (
+        "another address of a bias is no change",
+        "for pair in addresses)",
+        "for pair in list(addresses)[1:2])",
+        "another recipe is no change",
+        " and _recipe(self.layer) == self.recipe",
+        "",
+        "a weight that is trained only after the call gets a gradient of its logits",
+        "not (with_gradient and trained)",
+        "not with_gradient",
+        "a write to a weight in two halves is none to its half",
+        "(*self.inputs, self.parameter)",
+        "self.inputs",
+        "a frozen weight is not copied before something merges into it",
+        "else self.parameter is written",
+        "else False",
     ),
     ("torch_fp8/nn/lazy_logits.py", _READS): (
         "an in-place write reaches logits that were copied before it",
@@ -53,8 +71,8 @@ FAULTS = {
     ),
     ("torch_fp8/nn/logit_losses.py", _LOSSES): (
         "a detached loss trains the weight",
-        "    if not of.requires_grad:\n        head = ",
-        "    if False:\n        head = ",
+        "call.parameters(of.requires_grad)",
+        "call.parameters()",
     ),
     ("torch_fp8/nn/logit_losses.py", f"{_TESTS}/test_head_ranks.py"): (
         "the loss of the last rank's first step is not averaged under a static graph",

@@ -47,6 +47,12 @@ class GraphCall:
         self.autocast = autocast_state(hidden.device.type)
         self.dtype = self.autocast.get("dtype", hidden.dtype)
 
+    def parameters(self, with_gradient: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias, see `HeadCall.parameters`."""
+        if with_gradient:
+            return self.weight, self.bias
+        return self.weight.detach(), None if self.bias is None else self.bias.detach()
+
     def present(self) -> Any:
         """Do nothing: a graph knows what is written between a call and its loss."""
         return contextlib.nullcontext()

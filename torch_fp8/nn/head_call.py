@@ -9,7 +9,7 @@ Legend: H hidden features, V classes.
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class HeadCall:
             freed and returns the module to reshard; `sharded`, which returns the sharded parameter
             of a gathered weight, or None; and `note`, which gets the bytes of logits that were
             computed, 0 if a loss was fused, and the name of the function that read them.
-        linear: function of input, weight and bias that returns the layer's plain output.
+        layer: the layer, with a function `product` of input, weight and bias.
         autocast: state of the call, see `autocast_state`, or None for the current one.
 
     Attributes:
@@ -59,17 +59,20 @@ class HeadCall:
         bias: Tensor | None,
         precision: Precision,
         owner: Any,
-        linear: Callable[..., Tensor],
+        layer: Any,
         autocast: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.hidden, self.weight, self.bias = name, hidden, weight, bias
-        self.owner, self.note, self.linear = owner, owner.note, linear
+        self.owner, self.note, self.layer, self.linear = owner, owner.note, layer, layer.product
+        self.parameter = layer._parameters.get("weight", weight)  # of which `weight` may be a half
         self.precision = precision
         self.autocast = autocast or autocast_state(hidden.device.type)
         self.dtype = self.autocast.get("dtype", hidden.dtype)
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
-        self.versions = self._versions()
-        self.address, self.shard = _address(weight), self._shard()
+        self.trained = tuple(t is not None and t.requires_grad for t in (weight, bias))
+        self.recipe = _recipe(layer)
+        self.shard = self._shard()
+        self.versions, self.addresses = self._versions(), self._addresses()
         self.is_read = self.is_fused = self.is_written = self.is_lost = self.is_observed = False
         self.reader = ""
         self.begins: list[Any] = []
@@ -80,34 +83,52 @@ class HeadCall:
     def inputs(self) -> list[Tensor]:
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
 
-    def own_parameter(self) -> None:
-        """Copy weight and bias in the dtype of the product, before a step writes them.
+    def parameters(self, with_gradient: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias, detached if they required no gradient at the call."""
+        weight, bias = (
+            t.detach()
+            if t is not None and t.requires_grad and not (with_gradient and trained)
+            else t
+            for t, trained in zip((self.weight, self.bias), self.trained, strict=True)
+        )
+        assert weight is not None
+        return weight, bias
+
+    def own_parameter(self, written: Tensor | None = None) -> None:
+        """Copy weight and bias in the dtype of the product, before something writes them.
 
         In loops that keep the model's output until the next forward, that is one copy of the
         weight, held while no activations are.
+
+        Args:
+            written: parameter that is written, or None for a step, which writes trained weights.
         """
         if self.is_read or self.is_written or not self.logits or not self.is_unchanged():
             return
-        if not self.weight.requires_grad:
+        if not (self.weight.requires_grad if written is None else self.parameter is written):
             return
         if self.is_freed:
             self.is_lost = True
             return
         dtype = self.dtype if self.precision == "bf16" else stored(self.weight).dtype
         with torch.no_grad():
-            self.weight = stored(self.weight).detach().to(dtype, copy=True)
+            self.weight = self.parameter = stored(self.weight).detach().to(dtype, copy=True)
             self.bias = None if self.bias is None else self.bias.detach().to(self.dtype, copy=True)
         self.versions, self.is_written = self._versions(), True
-        self.address = _address(self.weight)
+        self.addresses = self._addresses()
 
     def is_unchanged(self) -> bool:
-        address = _address(self.weight)
-        moved = self.address is not None and address is not None and address != self.address
+        addresses = zip(self._addresses(), self.addresses, strict=True)
+        moved = any(None not in pair and pair[0] != pair[1] for pair in addresses)
         lost = self.is_lost or (self.is_freed and self._shard() != self.shard)
-        return not (moved or lost) and self._versions() == self.versions
+        unchanged = self._versions() == self.versions and _recipe(self.layer) == self.recipe
+        return unchanged and not (moved or lost)
+
+    def _addresses(self) -> list[int | None]:
+        return list(map(_address, self.inputs))
 
     def _versions(self) -> list[Any]:
-        return list(map(_version, self.inputs))
+        return list(map(_version, (*self.inputs, self.parameter)))
 
     def _shard(self) -> tuple[int, ...] | None:
         """Return numbers that change with each write to the shards of a weight that FSDP2 gathers.
@@ -133,7 +154,8 @@ class HeadCall:
         """
         if not self.is_unchanged():
             raise RuntimeError(
-                f"the weight or the input of '{self.name}' was written after its forward, but its "
+                f"the weight or the input of '{self.name}' was written after its forward, or its "
+                "precision changed, but its "
                 "logits, which are computed at their first use, are used only now; read them "
                 "before the write, or train with FP8Config(loss_head='off')"
             )
@@ -162,7 +184,7 @@ class HeadCall:
                 sizes = self.hidden.numel() // self.hidden.shape[-1], self.weight.shape[0]
                 self.note(math.prod(sizes) * self.dtype.itemsize, self.reader)
             self.is_read = True
-            logits = self.multiply(self.hidden, self.weight, self.bias)
+            logits = self.multiply(self.hidden, *self.parameters())
         for hook in self.begins if logits.requires_grad else ():
             logits.register_hook(hook)
         if self.requires_grad and self.is_written:
@@ -190,13 +212,19 @@ def _version(x: Tensor) -> int:
     return x.payload.version if isinstance(x, Float8FrozenWeight) else x._version
 
 
-def _address(weight: Tensor) -> int | None:
-    """Return the address of a plain weight, which ``weight.data = x`` changes but no version shows.
+def _address(x: Tensor) -> int | None:
+    """Return the address of a plain tensor, which ``x.data = y`` changes but no version shows.
 
-    It is None if FSDP2 has freed the weight, or if it is stored in another form.
+    It is None if FSDP2 has freed a weight, or if it is stored in another form.
     """
-    known = type(weight) in _PLAIN and weight.untyped_storage().nbytes()
-    return weight.data_ptr() if known else None
+    memory = memory_of(x)
+    known = type(memory) in _PLAIN and memory.untyped_storage().nbytes()
+    return memory.data_ptr() if known else None
+
+
+def _recipe(layer: Any) -> Any:
+    """Return the FP8 recipe in which a layer runs now; None if in none."""
+    return layer.fp8.recipe if hasattr(layer, "fp8") else None
 
 
 class _Written(torch.autograd.Function):

@@ -60,9 +60,7 @@ def cross_entropy(
         return NotImplemented
     call.is_fused = True
     call.note(0, "")
-    head = call.weight, call.bias
-    if not of.requires_grad:
-        head = call.weight.detach(), None if call.bias is None else call.bias.detach()
+    head = call.parameters(of.requires_grad)
     with call.present(), torch.autocast(**call.autocast):
         tokens, labels = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
         if call.is_observed and torch.is_grad_enabled():

@@ -92,11 +92,12 @@ class HeadFP8:
 
     def sharded(self, weight: Tensor) -> Tensor | None:
         """Return the sharded parameter from which FSDP2 has gathered a weight, or None."""
-        if self._searched is None or self._searched() is not weight:
+        if self._searched is not weight:
             groups = (group for m in self._fsdp_modules() for group in param_groups(m))
             records = (record for group in groups for record in group.fsdp_params)
             of_weight = [r for r in records if getattr(r, "unsharded_param", None) is weight]
-            self._searched, self._record = weakref.ref(weight), next(iter(of_weight), None)
+            # no weak reference, with which torch.utils.swap_tensors refuses a tensor
+            self._searched, self._record = weight, next(iter(of_weight), None)
         return None if self._record is None else self._record.sharded_param
 
     def _fsdp_modules(self) -> list[Any]:
@@ -213,12 +214,12 @@ class OutputLayer(nn.Module):
                 return super().forward(x)
         head, weight = self.loss_head, self.weight
         operands = x, weight, self.bias, self._precision
-        call = HeadCall(head.name, *operands, head, self._product, autocast)
+        call = HeadCall(head.name, *operands, head, self, autocast)
         call.is_observed = isinstance(self, Float8Layer) and self.fp8.observer is not None
         sizes = *x.shape[:-1], weight.shape[0]
         return logits_of(Recorded(call, x, empty_meta(sizes, call.dtype), len(sizes) - 1))
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output of the layer with other weights than its own, or with these."""
         if not isinstance(self, Float8Layer):
             return F.linear(x, weight, bias)

@@ -64,15 +64,19 @@ def await_step(result: Any) -> None:
     _unread.add(result)
 
 
-def own_parameters(*_: Any) -> None:
-    """Have results that are not computed yet copy their parameters, before a step writes these.
+def own_parameters(*_: Any, written: Tensor | None = None) -> None:
+    """Have results that are not computed yet copy their parameters, before these are written.
 
-    Code may keep a result, for example in a forward hook, and read it after the step. In most loops
+    Code may keep a result, for example in a forward hook, and read it after a step. In most loops
     no such result exists by then.
+
+    Args:
+        written: parameter that is written, or None for a step, which writes all that are trained.
     """
     for source in list(_unread):
-        source.own_parameter()
-    _unread.clear()
+        source.own_parameter(written)
+    if written is None:
+        _unread.clear()
 
 
 class LazySource:
@@ -115,9 +119,15 @@ class LazySource:
         if parameter is not None:
             await_step(self)
 
-    def own_parameter(self) -> None:
-        """Copy the parameter, unless the result exists or can no longer be computed."""
+    def own_parameter(self, written: Tensor | None = None) -> None:
+        """Copy the parameter, unless the result exists or can no longer be computed.
+
+        Args:
+            written: parameter that is written, or None for all that are trained.
+        """
         parameter: Any = self.parameter
+        if written is not None and written is not parameter:
+            return
         if self.plain is not None or _versions(self.sources) != self.versions:
             return
         if parameter.untyped_storage().nbytes():  # FSDP2 frees gathered weights

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from run_cases import RANK, RANKS, equal_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +20,7 @@ from torch_fp8.distributed import connect_fsdp, split_sharded
 logit_losses.linear_cross_entropy = functools.partial(
     logit_losses.linear_cross_entropy, chunk=CHUNK
 )
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -152,6 +153,10 @@ def case_fsdp():
             wrap = functools.partial(_fsdp, reshard_after_forward=reshards)
             results[f"{reshards} {loss_of.__name__}"] = _compared(wrap, loss_of)
     results["tied"] = _compared(wrap, _outside, tied=True)
+    for loss_of in (_in_model, _outside):
+        wrap = functools.partial(_fsdp, reshard_after_forward=True, offload_policy=OFFLOAD)
+        results[f"offloaded {loss_of.__name__}"] = _compared(wrap, loss_of)
+    results["offloaded, tied"] = _compared(wrap, _outside, tied=True)
     results["alone"] = _compared(functools.partial(_fsdp, alone=True), _outside)
     wrap = functools.partial(_fsdp, connected=False)
     results["not connected"] = _compared(wrap, _outside)
@@ -159,14 +164,14 @@ def case_fsdp():
 
 
 def case_fsdp_levels():
-    """Split shards: the head's weight is gathered in BF16."""
+    """Split shards, on the CPU or not: the head's weight is gathered in BF16."""
     results = {}
-    for level in ("O2", "O3"):
+    for level, options in (("O2", {}), ("O3", {}), ("O2", {"offload_policy": OFFLOAD})):
         numels, losses = [], []
         for loss_head in ("off", "bf16"):
             torch.manual_seed(0)
             config = FP8Config("tensorwise", opt_level=level, loss_head=loss_head)
-            model = _fsdp(WithLoss(), config, _outside, connected=False)[0]
+            model = _fsdp(WithLoss(), config, _outside, connected=False, **options)[0]
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             split_sharded(model, [optimizer], config)
             convert_optimizer(optimizer, config, model=model)
@@ -175,14 +180,16 @@ def case_fsdp_levels():
             losses.append(loss)
             numels.append(numel)
         difference = float(((losses[1] - losses[0]) / losses[0]).abs().max())
-        results[level] = difference, numels[1] < 96 * V
+        results[f"{level} {list(options)}"] = difference, numels[1] < 96 * V
     return results
 
 
 def case_fsdp_fp8():
     """Heads in FP8, stored and sharded in FP8 or not, beside one whose logits are in memory."""
     results = {}
-    for stored in ("fp8", "keep", "trained"):
+    for stored in ("fp8", "keep", "trained", "fp8, offloaded", "trained, offloaded"):
+        stored, _, offload = stored.partition(", ")
+        policy = {"offload_policy": OFFLOAD} if offload else {}
         for loss_of in (_in_model, _outside):
             losses, numels = [], []
             for loss_head in ("off", "fp8" if stored == "trained" else "auto"):
@@ -192,13 +199,14 @@ def case_fsdp_fp8():
                 config = FP8Config("tensorwise", opt_level="O2", loss_head=loss_head, **options)
                 model = WithLoss()
                 model.lm_head.weight.requires_grad_(stored == "trained")
-                wrapped = _fsdp(model, config, loss_of, reshard_after_forward=True)
+                wrapped = _fsdp(model, config, loss_of, reshard_after_forward=True, **policy)
                 loss, grads, numel = _steps(*wrapped)
                 losses.append(loss)
                 numels.append(numel)
             difference = float(((losses[1] - losses[0]) / losses[0]).abs().max())
             has_gradient = "lm_head.weight" in grads
-            results[f"{stored} {loss_of.__name__}"] = difference, numels[1] < 96 * V, has_gradient
+            name = f"{stored} {offload} {loss_of.__name__}"
+            results[name] = difference, numels[1] < 96 * V, has_gradient
     return results
 
 
@@ -255,15 +263,17 @@ def _write_whole(model, name):
 WRITERS = (_double, _double_the_shard, _load_state_dict, _write_whole)
 
 
-def _sharded(kind):
+def _sharded(kind, offloaded=False):
     """A model whose output layer is in BF16, at O2, in FP8, or frozen and stored in FP8."""
     torch.manual_seed(0)
     options = {"opt_level": "O2" if kind in ("O2", "stored") else "O1"}
     options["loss_head"] = {"fp8": "fp8", "stored": "auto"}.get(kind, "bf16")
     options |= {"frozen_weights": "fp8"} if kind == "stored" else {}
+    policy = {"offload_policy": OFFLOAD} if offloaded else {}
     config, model = FP8Config("tensorwise", **options), WithLoss()
     model.lm_head.weight.requires_grad_(kind != "stored")
-    model = _fsdp(model, config, _outside, connected=False, reshard_after_forward=True)[0]
+    policy["reshard_after_forward"] = True
+    model = _fsdp(model, config, _outside, connected=False, **policy)[0]
     if kind == "O2":
         split_sharded(model, [torch.optim.AdamW(model.parameters())], config)
     connect_fsdp(model, config)
@@ -277,8 +287,8 @@ def case_written_shards():
     """
     results, outputs = {}, {}
     tokens, _ = batch(RANK)
-    for kind in ("bf16", "O2", "fp8", "stored"):
-        model = _sharded(kind)
+    for kind in ("bf16", "O2", "fp8", "stored", "bf16, offloaded", "stored, offloaded"):
+        model = _sharded(kind.partition(",")[0], "offloaded" in kind)
         model.lm_head.loss_head.fused = 1  # logits stay uncomputed
         model.inner.register_forward_hook(lambda *args: outputs.update(inner=args[2].detach()))
         for write in WRITERS:

@@ -121,7 +121,7 @@ def test_the_trainer(evaluates, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     copies = []
     own_weight = HeadCall.own_parameter
-    monkeypatch.setattr(HeadCall, "own_parameter", lambda c: (copies.append(c), own_weight(c)))
+    monkeypatch.setattr(HeadCall, "own_parameter", lambda c, _: (copies.append(c), own_weight(c)))
     rows = [
         {"input_ids": t, "labels": y}
         for seed in range(4)
