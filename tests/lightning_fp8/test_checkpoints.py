@@ -220,15 +220,6 @@ def test_history_of_another_length_is_refused(tmp_path, delayed):
         fit(HOST, tmp_path, other, 2, ckpt_path=delayed)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.combination), "O3"])
-def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, level):
-    # Each rank has a history of its own.
-    (resumed,) = run(["resume.py", str(tmp_path), level])
-    assert resumed.returncode == 0, resumed.output
-    assert "stay float32" not in resumed.output
-
-
 # -- Fabric ------------------------------------------------------------------------------------
 
 

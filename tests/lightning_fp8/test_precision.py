@@ -97,12 +97,13 @@ def test_every_host_gets_the_plugin_of_its_own_copy(host, given):
         "list": {"plugins": [request]},
         "tuple": {"plugins": (request,)},
     }
-    _, plugin = make_host(host, **choices[given])
+    made, plugin = make_host(host, **choices[given])
     base = importlib.import_module(f"{host.__name__}.plugins.precision").MixedPrecision
     assert isinstance(plugin, base)
     assert isinstance(plugin, FP8Precision)
     assert plugin.precision == "fp8-mixed"
     assert plugin.config == (FP8Config() if given == "flag" else request.config)
+    assert made.strategy.setup_environment.func == plugin._setup_environment  # compares ranks
 
 
 @each_host
