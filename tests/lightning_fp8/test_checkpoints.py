@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.internals import Float8Optimizer, SplitWeight
-from tests.lightning_fp8.hosts import make_net, one_fabric, one_trainer
+from tests.lightning_fp8.hosts import QUIET, make_net, one_fabric, one_trainer
 from torch_fp8 import Float8Linear, merged_state_dict
 
 HOST = lightning.pytorch
@@ -60,16 +60,8 @@ def fit(host, folder, precision, max_epochs=EPOCHS, ckpt_path=None, callbacks=()
     checkpoint = importlib.import_module(f"{host.__name__}.callbacks").ModelCheckpoint(
         dirpath=folder, filename="{epoch}", save_top_k=-1
     )
-    trainer = host.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=max_epochs,
-        callbacks=[checkpoint, *callbacks],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **chosen(precision),
-    )
+    options = {"max_epochs": max_epochs, "callbacks": [checkpoint, *callbacks]}
+    trainer = host.Trainer(**options, **QUIET, **chosen(precision))
     model = Regression()
     trainer.fit(model, DataLoader(torch.cat(batches()), batch_size=8), ckpt_path=ckpt_path)
     return model.state_dict(), trainer
