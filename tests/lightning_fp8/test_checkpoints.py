@@ -256,14 +256,19 @@ def test_fabric_resumes_exactly_with_the_plugin_in_the_state(host, tmp_path, con
     assert same(train(fabric, state, slice(3, 6)), uninterrupted)
 
 
-def test_state_of_another_number_of_ranks_is_taken_over():
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_takes_its_own_history_or_one_of_fewer_ranks(monkeypatch, rank):
     fabric, state = start(lightning.fabric, DELAYED)
     train(fabric, state, slice(0, 6))
-    (of_rank,) = state["precision"].state_dict()["scaling"]
-    other = [{k: torch.full_like(v, k.endswith("scale")) for k, v in s.items()} for s in of_rank]
-    state["precision"].load_state_dict({"scaling": [other, of_rank]})
+    (other,) = state["precision"].state_dict()["scaling"]
+    own = [{k: torch.full_like(v, k.endswith("scale")) for k, v in s.items()} for s in other]
+    of_ranks = [own, other] if rank % 2 == 0 else [other, own]
+    with monkeypatch.context() as several:
+        several.setattr("lightning_fp8.precision.in_several_ranks", lambda: True)
+        several.setattr(torch.distributed, "get_rank", lambda: rank)
+        state["precision"].load_state_dict({"scaling": of_ranks})
     (loaded,) = state["precision"].state_dict()["scaling"]
-    assert same(loaded[0], other[0])
+    assert same(loaded[0], own[0])
 
 
 def test_fabric_state_of_several_models_belongs_to_each():
