@@ -1,20 +1,20 @@
 import lightning.fabric
-import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from lightning_fp8 import FP8Precision
 from tests.fp8_checkpoints import write_llama
+from torch_fp8 import Float8Linear
 
 
-def test_a_model_of_an_fp8_checkpoint_is_taken_over_and_saved_right(tmp_path):
-    """tests/accelerate_fp8 has what is taken over; stock saves codes without a configuration."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    write_llama(source)
-    model = AutoModelForCausalLM.from_pretrained(source)
+def test_transformers_own_fp8_layers_are_taken_over(tmp_path, monkeypatch, log):
+    """tests/accelerate_fp8 has what becomes of their values, and of those that are dequantized."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    layer = type(model.model.layers[0].mlp.up_proj)
     fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=FP8Precision(opt_level="O3"))
-    fabric.setup(model, torch.optim.AdamW(model.parameters()))
-    model.save_pretrained(out)
-    stored, trained = load_file(out / "model.safetensors"), model.state_dict()
-    assert stored.keys() == trained.keys()
-    assert all(torch.equal(stored[key], trained[key]) for key in stored)
+    fabric.setup(model)
+    assert layer.__name__ == "FP8Linear"
+    assert isinstance(model.model.layers[0].mlp.up_proj, Float8Linear)
+    assert "14 keep the same bytes" in log()
