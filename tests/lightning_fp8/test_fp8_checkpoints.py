@@ -17,4 +17,4 @@ def test_transformers_own_fp8_layers_are_taken_over(tmp_path, monkeypatch, log):
     fabric.setup(model)
     assert layer.__name__ == "FP8Linear"
     assert isinstance(model.model.layers[0].mlp.up_proj, Float8Linear)
-    assert "14 keep the same bytes" in log()
+    assert "14 are trained from their exact values" in log()
