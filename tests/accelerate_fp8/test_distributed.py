@@ -66,15 +66,3 @@ def test_ranks_that_ask_for_different_things_are_told(run):
         assert said[rank].startswith("ranks have different FP8Configs: "), said
         assert "recipe is 'auto' on rank 0, 'rowwise' on rank 1" in said[rank]
         assert "TORCH_FP8_CONFIG is not set on rank 0, set on rank 1)" in said[rank]
-
-
-def test_model_saved_under_ddp_is_whole_and_of_the_dtype_it_names(run, tiny_model, tmp_path):
-    """Residuals are joined on every rank; a rounded weight would be equal to its BF16 one."""
-    done = run("saved_model.py", tiny_model, tmp_path / "out", launch=FP8, processes=2)
-    lines = re.findall(r"rank (\d): ([^\n]*?rounded \d+)", done.stdout)
-    assert sorted(rank for rank, _ in lines) == ["0", "1"]
-    for _, line in lines:
-        assert line == (
-            "DistributedDataParallel trained ['SplitWeight'] saved ['torch.float32'] "
-            "as float32 equal True rounded 0"
-        )

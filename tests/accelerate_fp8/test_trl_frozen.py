@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.internals import Float8FrozenWeight, Float8Layer
+from tests.internals import Float8FrozenWeight, Float8Layer, SplitWeight
 
 TEXT = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 2
 PAIRS = {"prompt": TEXT, "chosen": TEXT[::-1], "rejected": TEXT}
@@ -122,6 +122,8 @@ def test_it_trains(lab, kind, peft):
     trainer.train()
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
     assert len(frozen_in(trainer.model)) == LAYERS * peft
+    split = sum(isinstance(p, SplitWeight) for p in trainer.model.parameters())
+    assert split >= (0 if peft else LAYERS + 1)  # the embedding, and an output layer if any
     other = getattr(trainer, "ref_model", None) or getattr(trainer, "teacher_model", None)
     has_other = kind in ("distillation", "gkd") or (
         not peft and kind in ("dpo", "kto", "grpo", "rloo")

@@ -127,20 +127,6 @@ def test_each_input_steps_as_stock_or_is_refused_by_name(cls, options):
         assert (moved - stocks).norm() < 0.1 * stocks.norm()  # two moments in 8 bits
 
 
-@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
-def test_a_group_that_stock_refuses_to_add_is_refused_alike(info):
-    model, optimizer = _converted(info.optim_cls, {})
-    named = copy.deepcopy(optimizer.param_groups)
-    for bad in ([model[0].weight], ["weight"], [("name", nn.Parameter(torch.zeros(2)))], 3):
-        errors = []
-        for candidate in (_make(info.optim_cls, {}, model)[1], optimizer):
-            with pytest.raises((ValueError, TypeError)) as error:
-                candidate.add_param_group({"params": bad})
-            errors.append((type(error.value), str(error.value)))
-        assert errors[0] == errors[1]
-    assert len(optimizer.param_groups) == len(named)
-
-
 @each_class
 def test_states_of_older_versions_load(cls):
     model, optimizer = _converted(cls, {})

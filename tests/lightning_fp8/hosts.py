@@ -17,6 +17,14 @@ def _each(hosts):
 
 
 each_trainer, each_fabric, each_host = _each(TRAINERS), _each(FABRICS), _each(TRAINERS + FABRICS)
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer of one process that says nothing of its own."""
 one_trainer, one_fabric = _each(TRAINERS[:1]), _each(FABRICS[:1])
 """For what both copies leave to the same code of ours."""
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.internals import Float8Optimizer, SplitWeight
-from tests.lightning_fp8.hosts import make_net, one_fabric, one_trainer
+from tests.lightning_fp8.hosts import QUIET, make_net, one_fabric, one_trainer
 from torch_fp8 import Float8Linear, merged_state_dict
 
 HOST = lightning.pytorch
@@ -60,16 +60,8 @@ def fit(host, folder, precision, max_epochs=EPOCHS, ckpt_path=None, callbacks=()
     checkpoint = importlib.import_module(f"{host.__name__}.callbacks").ModelCheckpoint(
         dirpath=folder, filename="{epoch}", save_top_k=-1
     )
-    trainer = host.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=max_epochs,
-        callbacks=[checkpoint, *callbacks],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **chosen(precision),
-    )
+    options = {"max_epochs": max_epochs, "callbacks": [checkpoint, *callbacks]}
+    trainer = host.Trainer(**options, **QUIET, **chosen(precision))
     model = Regression()
     trainer.fit(model, DataLoader(torch.cat(batches()), batch_size=8), ckpt_path=ckpt_path)
     return model.state_dict(), trainer
@@ -220,15 +212,6 @@ def test_history_of_another_length_is_refused(tmp_path, delayed):
         fit(HOST, tmp_path, other, 2, ckpt_path=delayed)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.combination), "O3"])
-def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, level):
-    # Each rank has a history of its own.
-    (resumed,) = run(["resume.py", str(tmp_path), level])
-    assert resumed.returncode == 0, resumed.output
-    assert "stay float32" not in resumed.output
-
-
 # -- Fabric ------------------------------------------------------------------------------------
 
 
@@ -273,14 +256,19 @@ def test_fabric_resumes_exactly_with_the_plugin_in_the_state(host, tmp_path, con
     assert same(train(fabric, state, slice(3, 6)), uninterrupted)
 
 
-def test_state_of_another_number_of_ranks_is_taken_over():
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_takes_its_own_history_or_one_of_fewer_ranks(monkeypatch, rank):
     fabric, state = start(lightning.fabric, DELAYED)
     train(fabric, state, slice(0, 6))
-    (of_rank,) = state["precision"].state_dict()["scaling"]
-    other = [{k: torch.full_like(v, k.endswith("scale")) for k, v in s.items()} for s in of_rank]
-    state["precision"].load_state_dict({"scaling": [other, of_rank]})
+    (other,) = state["precision"].state_dict()["scaling"]
+    own = [{k: torch.full_like(v, k.endswith("scale")) for k, v in s.items()} for s in other]
+    of_ranks = [own, other] if rank % 2 == 0 else [other, own]
+    with monkeypatch.context() as several:
+        several.setattr("lightning_fp8.precision.in_several_ranks", lambda: True)
+        several.setattr(torch.distributed, "get_rank", lambda: rank)
+        state["precision"].load_state_dict({"scaling": of_ranks})
     (loaded,) = state["precision"].state_dict()["scaling"]
-    assert same(loaded[0], other[0])
+    assert same(loaded[0], own[0])
 
 
 def test_fabric_state_of_several_models_belongs_to_each():

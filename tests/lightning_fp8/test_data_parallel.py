@@ -32,9 +32,3 @@ def test_gradient_release_is_refused_under_ddp(run, script):
     (result,) = run([script, "lightning", "ddp_fork", "2", "fp8-mixed", config])
     assert result.returncode != 0
     assert "steps on gradients before DistributedDataParallel" in result.output
-
-
-def test_model_that_fabric_wrapped_before_its_optimizer_keeps_float32(run):
-    (result,) = run(["apart.py"])
-    assert result.returncode == 0, result.output
-    assert result.output.count("2 weights stay float32: DistributedDataParallel") == 1

@@ -12,12 +12,13 @@ import pytest
 import pytorch_lightning
 import pytorch_lightning.demos.boring_classes
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Config, FP8Precision
+from lightning_fp8 import FP8Config, FP8FSDPStrategy, FP8Precision
 from tests.internals import lightning_register as _register
-from tests.lightning_fp8.hosts import FABRICS, TRAINERS, each_fabric, each_host, each_trainer
+from tests.lightning_fp8.hosts import FABRICS, QUIET, TRAINERS, each_fabric, each_host, each_trainer
 from torch_fp8 import Float8Linear, scaling_state_dict
 
 DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
@@ -54,18 +55,8 @@ def make_model(host, net=None):
 
 
 def make_trainer(host, tmp_path, **kwargs):
-    kwargs.setdefault("max_epochs", 1)
-    return host.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=tmp_path,
-        **kwargs,
-    )
+    options = {"max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    return host.Trainer(default_root_dir=tmp_path, **{**QUIET, **options, **kwargs})
 
 
 def make_host(host, **kwargs):
@@ -97,12 +88,13 @@ def test_every_host_gets_the_plugin_of_its_own_copy(host, given):
         "list": {"plugins": [request]},
         "tuple": {"plugins": (request,)},
     }
-    _, plugin = make_host(host, **choices[given])
+    made, plugin = make_host(host, **choices[given])
     base = importlib.import_module(f"{host.__name__}.plugins.precision").MixedPrecision
     assert isinstance(plugin, base)
     assert isinstance(plugin, FP8Precision)
     assert plugin.precision == "fp8-mixed"
     assert plugin.config == (FP8Config() if given == "flag" else request.config)
+    assert made.strategy.setup_environment.func == plugin._setup_environment  # compares ranks
 
 
 @each_host
@@ -200,6 +192,13 @@ def test_deepspeed_by_name_is_refused_before_the_host_asks_for_its_library():
         for asked in ({"precision": "fp8-mixed"}, {"plugins": [FP8Precision()]}):
             with pytest.raises(ValueError, match=message):
                 host(strategy="deepspeed_stage_2", accelerator="cpu", **asked)
+
+
+@pytest.mark.parametrize("strategy", [FP8FSDPStrategy, ModelParallelStrategy])
+def test_strategy_that_shards_is_refused_with_transformer_engine(te, strategy):
+    plugin = FP8Precision(FP8Config(backend="transformer-engine"))
+    with pytest.raises(ValueError, match="one device and under DDP"):
+        make_host(lightning.pytorch, plugins=[plugin], strategy=strategy())
 
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "MegatronStrategy"])

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.internals import Float8Optimizer, is_released
-from tests.lightning_fp8.hosts import each_trainer, make_net
+from tests.lightning_fp8.hosts import QUIET, each_trainer, make_net
 
 each_level = pytest.mark.parametrize("level", ["O2", "O3"])
 HOST = lightning.pytorch
@@ -58,18 +58,8 @@ def data(num=8):
 
 def make_trainer(host, level, max_epochs=1, **kwargs):
     config = level if isinstance(level, FP8Config) else FP8Config(opt_level=level)
-    kwargs.setdefault("enable_checkpointing", False)
-    return host.Trainer(
-        accelerator="cpu",
-        devices=1,
-        plugins=[FP8Precision(config)],
-        max_epochs=max_epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **kwargs,
-    )
+    options = {"max_epochs": max_epochs, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    return host.Trainer(plugins=[FP8Precision(config)], **{**QUIET, **options, **kwargs})
 
 
 def fit(host, level, configure_optimizers=None, max_epochs=1, model=None, **kwargs):

@@ -14,6 +14,8 @@ from torch import nn
 from tests.internals import FORMATS, GEMMS, RECIPES, config_or_default
 from torch_fp8 import FP8Config, conversion_report, convert_optimizer, convert_to_float8
 
+TE, ROWWISE = {"backend": "transformer-engine"}, {"monitor": 10, "on_alarm": "rowwise"}
+
 
 def test_json_round_trip():
     config = FP8Config(
@@ -107,6 +109,20 @@ def test_copies_and_pickles():
         ({"recipe": "rowwise", "margin": 1}, "margin"),
         ({"wgrad": "bf16", "fast_accum": ("wgrad",)}, "wgrad"),
         ({"recipe": "blockwise", "grad_format": "e5m2"}, "E4M3 only"),
+        ({"recipe": "blockwise", "graph_scales": "last_step"}, "excludes graph_scales='last_step'"),
+        ({**TE, "recipe": "rowwise"}, "excludes recipe='rowwise': it has tensorwise, delayed"),
+        ({**TE, "recipe": "delayed", "amax_history_len": 1}, "amax_history_len=1"),
+        ({**TE, "wgrad": "bf16", "emulate": True}, "excludes wgrad, emulate; use backend='torch'"),
+        ({**TE, "fast_accum": ()}, "excludes fast_accum;"),
+        ({**TE, "cache_weights": True}, "excludes cache_weights=True: it casts weights itself"),
+        ({**TE, "monitor": 10}, "transformer-engine' excludes monitor"),
+        ({"on_alarm": "bf16"}, "monitor=0 excludes on_alarm; use monitor=100"),
+        ({**ROWWISE, "recipe": "rowwise"}, "that all layers already run"),
+        ({**ROWWISE, "cache_weights": True}, "cache_weights"),
+        ({"monitor": 10, "on_alarm": "quiet"}, "'warn', 'bf16'"),
+        ({"monitor": -1}, "at least 0"),
+        ({"monitor": 10, "fallback_steps": 0}, "at least 1"),
+        ({"monitor": 10, "monitor_probes": ("everything",)}, "clip_search"),
     ],
     ids=str,
 )

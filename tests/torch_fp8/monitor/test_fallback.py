@@ -127,24 +127,6 @@ def test_a_closure_is_measured_before_the_update():
     assert len(set(amaxes)) == 3
 
 
-def test_what_contradicts_itself_is_refused():
-    for options, told in [
-        ({"on_alarm": "bf16"}, "monitor=0 excludes on_alarm; use monitor=100"),
-        (
-            {"monitor": 10, "recipe": "rowwise", "on_alarm": "rowwise"},
-            "that all layers already run",
-        ),
-        ({"monitor": 10, "on_alarm": "quiet"}, "'warn', 'bf16'"),
-        ({"monitor": 10, "on_alarm": "rowwise", "cache_weights": True}, "cache_weights"),
-        ({"monitor": -1}, "at least 0"),
-        ({"monitor": 10, "fallback_steps": 0}, "at least 1"),
-        ({"monitor": 10, "monitor_probes": ("everything",)}, "clip_search"),
-        ({"monitor": 10, "backend": "transformer-engine"}, "transformer-engine' excludes monitor"),
-    ]:
-        with pytest.raises(ValueError, match=told):
-            FP8Config(**options)
-
-
 def test_nothing_is_measured_where_ranks_run_out_of_inputs_one_by_one():
     watched = Watched(recipe="tensorwise")
     watched.step()

@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.golden.training import Run, adamw, llama
 from tests.internals import FILE_NAME, Float8Layer, read_run
@@ -49,29 +48,6 @@ def test_a_run_with_a_monitor_is_bit_for_bit_the_same(recipe, tmp_path):
     layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
     assert not any(m.fp8.observer for m in layers)
-
-
-def test_checkpointing_compiling_and_a_second_micro_batch_count_nothing_twice():
-    config = FP8Config(recipe="delayed", opt_level="O1", monitor=1)
-    seen = []
-    for how in ("plain", "checkpoint", "reentrant"):
-        layer = nn.Linear(64, 64, bias=False)
-        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
-        convert_to_float8(layer, config)
-        optimizer, logged = torch.optim.SGD(layer.parameters(), lr=0.1), {}
-        monitor = Monitor(layer, [optimizer], config, log=lambda s, _, log=logged: log.update(s))
-        for factor in (1, 1000):
-            x = torch.full((16, 64), 0.5, requires_grad=True) * factor
-            if how == "plain":
-                y = layer(x)
-            else:
-                y = checkpoint(layer, x, use_reentrant=how == "reentrant")
-            y.sum().backward()
-        optimizer.step()
-        seen.append(logged)
-        monitor.close()
-    assert seen[0]["fp8/input/amax"] == 0.5
-    assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_measured_step_of_a_compiled_model_runs_eagerly_and_is_seen():

@@ -111,20 +111,15 @@ def test_results_and_histories_are_those_of_layers_that_cast_for_themselves(mlp,
     _assert_same(model, twin, gaussian(2, 17, SIZE, seed=10))
 
 
-def test_frozen_layers_and_inputs_without_gradients():
-    model = _block()
-    model.mlp.gate_proj.weight.requires_grad_(False)
-    model.mlp.down_proj.weight.requires_grad_(False)
+@pytest.mark.parametrize(
+    "change", ["frozen", "checkpointed", "mlp.up_proj", "mlp.down_proj", "readers.a"]
+)
+def test_layers_that_are_frozen_run_again_or_are_skipped_among_them(change):
+    model = _block(skip=(change,) if "." in change else ())
+    for layer in (model.mlp.gate_proj, model.mlp.down_proj):
+        layer.weight.requires_grad_(change != "frozen")
     twin = _plain(copy.deepcopy(model))
-    for x in _steps():
-        _assert_same(model, twin, x)
-
-
-@pytest.mark.parametrize("skipped", ["mlp.up_proj", "mlp.down_proj", "readers.a"])
-def test_layers_in_high_precision_among_them(skipped):
-    model = Block().bfloat16()
-    convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=4, skip=(skipped,)))
-    twin = _plain(copy.deepcopy(model))
+    model.context = {} if change == "checkpointed" else None
     for x in _steps():
         _assert_same(model, twin, x)
 
@@ -213,14 +208,6 @@ def test_a_norm_that_is_converted_again_has_met_nobody():
 
 
 # Checkpointing.
-
-
-def test_a_checkpointed_block_has_the_same_gradients_and_histories():
-    model = _block()
-    twin = _plain(copy.deepcopy(model))
-    model.context = {}
-    for x in _steps():
-        _assert_same(model, twin, x)
 
 
 def test_a_forward_that_runs_again_casts_as_it_did():

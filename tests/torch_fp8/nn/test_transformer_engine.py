@@ -251,22 +251,6 @@ def test_sizes_that_are_no_whole_blocks_are_skipped_and_tokens_are_padded(te, mo
     assert type(model[2].fp8.engine.recipe).__name__ == "MXFP8BlockScaling"
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"recipe": "rowwise"}, "excludes recipe='rowwise': it has tensorwise, delayed"),
-        ({"recipe": "delayed", "amax_history_len": 1}, "amax_history_len=1"),
-        ({"wgrad": "bf16", "emulate": True}, "excludes wgrad, emulate; use backend='torch'"),
-        ({"fast_accum": ()}, "excludes fast_accum;"),
-        ({"cache_weights": True}, "excludes cache_weights=True: it casts weights itself"),
-    ],
-    ids=str,
-)
-def test_options_that_transformer_engine_has_not(options, named):
-    with pytest.raises(ValueError, match=named):
-        FP8Config(backend="transformer-engine", **options)
-
-
 def test_what_cannot_run_is_refused_before_anything_is_converted(te, monkeypatch):
     linear = nn.Linear(32, 32)
     with pytest.raises(ValueError, match=r"'mxfp8'.*here: Device compute capability 10.0"):

@@ -28,8 +28,12 @@ def test_a_plan_names_the_rows_of_experts(kind, line):
 @pytest.mark.parametrize(
     ("level", "released", "most"), [("O2", False, 7.2), ("O3", False, 6.2), ("O3", True, 5.2)]
 )
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b"]
+)
 def test_bytes_of_whole_models(name, level, released, most):
+    """A Llama's embedding and output layer are 13 %, and their gradients stay wide at O3."""
+    most += 0.03 * (name == "llama-3.1-8b")
     model = build(read_config(name))
     config = FP8Config(recipe="rowwise", opt_level=level, gradient_release=released)
     convert_to_float8(model, config, device="cpu")

@@ -269,8 +269,6 @@ def test_copies_and_pickles_are_plain():
     assert attached(model) == 5
     unshard(model)
     gathered = model[1].up.weight
-    with torch.no_grad(), pytest.raises(RuntimeError, match="write to the sharded parameter"):
-        gathered.mul_(2)
     assert type(copy.deepcopy(gathered)) is torch.Tensor
     assert torch.equal(pickle.loads(pickle.dumps(gathered)), gathered.dequantize())
     assert torch.equal(gathered.detach().view(gathered.shape) + 0, gathered.dequantize())

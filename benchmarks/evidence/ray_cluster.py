@@ -1,5 +1,9 @@
-"""``ray_cluster.py FOLDER [HOST ...]``: a Ray cluster of this machine, whose TorchTrainer runs each
-host with two workers. Each worker writes its losses to a file of its own in FOLDER.
+"""A Ray cluster of this machine, whose TorchTrainer runs each host with two workers. ::
+
+    python -m benchmarks.evidence.ray_cluster FOLDER [HOST ...]
+
+Each worker writes its losses to a file of its own in FOLDER. The loops are those of
+`tests/launchers/test_ray.py`, which needs no Ray.
 """
 
 import sys
@@ -10,12 +14,13 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("accelerate", "trainer", "ddp", "model-parallel", "fsdp")
 
 
 def loop(config):
     """Run a host's loop in a worker; write the class of a layer, and the losses."""
-    import ray_loops  # of this folder, which is on the workers' path
+    from tests.launchers.scripts import ray_loops
 
     kind, context = config["kind"], ray.train.get_context()
     if kind == "accelerate":
@@ -36,13 +41,14 @@ def loop(config):
 
 def main():
     folder, hosts = Path(sys.argv[1]), sys.argv[2:] or HOSTS
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as logs:  # sockets: short paths
         ray.init(
             num_cpus=3,
             include_dashboard=False,
             object_store_memory=80_000_000,
             _temp_dir=logs,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
+            runtime_env={"env_vars": variables},
         )
         for kind in hosts:
             precision = {"ACCELERATE_MIXED_PRECISION": "fp8"} if kind == "trainer" else {}
