@@ -36,6 +36,8 @@ with stub_driver() as counts:
     rows = []
     for case in ("training", "inference"):
         rows += host_time.rows(case, host_time.runs_of(case), counts, 2)
+    narrow = host_time.runs_of("training, O3", ("tensorwise",))
+    rows += host_time.rows("training, O3", narrow, counts, 2)
     split = host_time.runs_of(host_time.WIDE, ("tensorwise",))
     rows += host_time.rows(host_time.WIDE, split, counts, 2)
     rows += host_time.rows("step", {"O2": host_time.optimizer_step("O2")}, counts, 2)
@@ -107,6 +109,12 @@ def test_calls_of_a_block(rows, recipe):
     assert rows["inference", recipe]["calls"] <= 5 * rows["inference", "BF16"]["calls"]
 
 
+def test_calls_of_a_block_whose_gradients_get_8_bits(rows):
+    """Each of its 7 gradients takes 65 calls."""
+    o3, o2 = (rows[case, "tensorwise"]["calls"] for case in ("training, O3", "training"))
+    assert o3 - o2 <= 7 * 66
+
+
 def test_calls_of_a_compiled_block(rows):
     """Kernels that Inductor launches take the host little; as opaque calls, 3.3 of BF16's."""
     what, fp8 = "training, compiled", "tensorwise"
@@ -118,4 +126,4 @@ def test_calls_of_a_compiled_block(rows):
 
 def test_calls_of_an_optimizer_step(rows):
     assert rows["step", "O2"]["kernels"] == 1
-    assert rows["step", "O2"]["calls"] <= 8_550
+    assert rows["step", "O2"]["calls"] <= 5_480

@@ -99,8 +99,8 @@ FAULTS = {
     ),
     ("torch_fp8/kernels/adamw.py", _ALIGNED): (
         "a gradient that is not aligned moves 16 bytes at a time",
-        "(self._addresses | grad.data_ptr()) % 16 == 0",
-        "self._addresses % 16 == 0",
+        "(fixed.address_bits | address) % 16 == 0",
+        "fixed.address_bits % 16 == 0",
     ),
     ("torch_fp8/kernels/swiglu_backward.py", _EDGES): (
         "the gradients of gate and up change places in one matrix",

@@ -272,7 +272,7 @@ FAULTS = {
     ),
     ("torch_fp8/optim/gradient_slot.py", _MEMORY): (
         "gradients of a group stay in 16 bits at O3",
-        "_is_part(grad) and grad._version:",
-        "_is_part(grad):",
+        "not exchanged and grad._version and _is_part(grad):",
+        "not exchanged and _is_part(grad):",
     ),
 }

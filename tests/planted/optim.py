@@ -9,8 +9,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/step.py", f"{_TESTS}/test_groups.py"): (
         "all groups are stepped with the first one's learning rate",
-        "prepared.append((matrix, of_groups[at], state, write_back, halves))",
-        "prepared.append((matrix, next(iter(of_groups.values())), state, write_back, halves))",
+        "(prepared[i][0], of_groups[steps[i]]) for i in chosen",
+        "(prepared[i][0], of_groups[steps[0]]) for i in chosen",
     ),
     ("torch_fp8/optim/step.py", f"{_TESTS}/test_step.py"): (
         "a kept matrix steps with a moment that was replaced",
@@ -23,7 +23,7 @@ FAULTS = {
         "others: Any = (*matrix[5:-1], number)",
         "others: Any = matrix[5:]",
         "an interrupted step leaves what was known of the weight before",
-        "halves.version = next(VERSIONS)  # before the kernels: a step may be interrupted",
+        "halves.version = version  # before the kernels: a step may be interrupted",
         "pass",
     ),
     ("torch_fp8/quantization/stochastic_rounding.py", f"{_TESTS}/test_rounding_streams.py"): (
@@ -33,11 +33,11 @@ FAULTS = {
     ),
     ("torch_fp8/kernels/adamw.py", "tests/torch_fp8/kernels/test_adamw_compiled.py"): (
         "the alignment of one tensor decides for all of a matrix",
-        "        addresses |= tensor.data_ptr()",
-        "        addresses = tensor.data_ptr()",
+        "        self.address_bits |= tensor.data_ptr()",
+        "        self.address_bits = tensor.data_ptr()",
         "a kept table rounds with the keys of the step before",
-        "stream_state(m.number, after=s.stream) for m, s in entries",
-        "stream_state(m.number) for m, s in entries",
+        '_numbers("Q", [s.stream for s in scalars])',
+        '_numbers("Q", [0 for s in scalars])',
         "all groups are stepped with the numbers of the first one",
         "[numbers[i] for i in map(id, scalars)]",
         "[numbers[id(scalars[0])]] * len(scalars)",

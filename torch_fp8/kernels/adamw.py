@@ -17,7 +17,7 @@ scale is NaN.
 import functools
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
-from torch_fp8.quantization.stochastic_rounding import stream_state
+from torch_fp8.quantization.stochastic_rounding import stream_states
 
 CHUNK = 512
 # Groups per program, 16384 elements: enough work to hide reading the table (two dependent loads
@@ -110,13 +110,8 @@ def adamw_step(
         multipliers = [lr_multipliers[i] for i, _ in chosen] if lr_multipliers else None
         table, chunks, num_chunks = _tables(entries, chosen, kind, lr_multiplier=multipliers)
         with torch.cuda.device_of(table):
-            adamw_step_kernel[(num_chunks,)](
-                table,
-                chunks,
-                AMAX=kind.amax,
-                **kind.options,
-                maxnreg=kind.registers,
-            )
+            options = {"AMAX": kind.amax, **kind.options, "maxnreg": kind.registers}
+            adamw_step_kernel[(num_chunks,)](table, chunks, **options)
             if kind.payload:
                 cast_weights_kernel[(num_chunks,)](
                     table,
@@ -132,8 +127,9 @@ def adamw_step(
 
 def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
     """Return whether the step can write a payload, in 128 x 128 squares and 16-byte accesses."""
+    scalars: Any = None
     return (
-        _class_of(matrix).layout == "flat"
+        [kind.layout for kind in _classes([(matrix, scalars)])] == ["flat"]
         and payload.qdata.data_ptr() % 16 == 0
         and max(matrix.weight.shape) <= _LARGEST_SIDE
         and (matrix.amax is not None or payload.granularity == "block_128x128")
@@ -159,13 +155,8 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
         table, chunks, num_chunks = _tables(entries, chosen, kind, update_rms=update_rms)
         partial = result.new_empty(num_chunks)
         with torch.cuda.device_of(table):
-            update_squares_kernel[(num_chunks,)](
-                table,
-                chunks,
-                partial,
-                COUPLED=coupled,
-                **kind.options,
-            )
+            options = {"COUPLED": coupled, **kind.options}
+            update_squares_kernel[(num_chunks,)](table, chunks, partial, **options)
             update_rms_kernel[(len(chosen),)](
                 table,
                 partial,
@@ -181,10 +172,12 @@ def _classes(entries: Sequence[Entry]) -> "dict[_Class, Chosen]":
     """Map each class to its entries; empty matrices belong to no class."""
     classes: dict[_Class, Chosen] = {}
     last, chosen = None, Chosen()
-    for i, (matrix, _) in enumerate(entries):
-        fixed = _fixed(matrix)
-        if matrix.weight.numel():
-            kind = fixed.kind(matrix.grad)
+    of_matrices = [m.memo[0] if m.memo else _fixed(m) for m, _ in entries]
+    grads = [m.grad[0] if m.grad.__class__ is GradientParts else m.grad for m, _ in entries]
+    addresses = map(Tensor.data_ptr, grads)
+    for i, (fixed, grad, address) in enumerate(zip(of_matrices, grads, addresses, strict=True)):
+        if fixed.size:
+            kind = _kind(fixed.parts, grad.dtype, (fixed.address_bits | address) % 16 == 0)
             if kind is not last:  # hash it once for a run of matrices
                 last, chosen = kind, classes.setdefault(kind, [])
             chosen.append((i, fixed))
@@ -197,6 +190,9 @@ class Fixed:
     Attributes:
         addresses: the first fields of a `Record`, 0 for a tensor that does not exist.
         shape: rows and columns, row length and start, of a `Record`.
+        size: number of elements.
+        address_bits: all bits that are set in an address of weight, residual or moments.
+        parts: what chooses the class, besides the gradient and the alignment.
     """
 
     def __init__(self, matrix: WeightMatrix) -> None:
@@ -207,31 +203,22 @@ class Fixed:
         self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         rows, cols = weight.shape
         self.shape = rows, cols, row_length & _MASK32, (row * row_length + col) & _MASK32
-        addresses = 0
+        self.size = rows * cols
+        self.address_bits = 0
         for tensor in (weight, residual, first.qdata, second.qdata):
             if tensor is not None:
                 assert tensor.is_contiguous()
-                addresses |= tensor.data_ptr()
-        self._addresses = addresses
-        self._parts = weight.dtype, residual is not None, amax is not None
-        self._payload = None if payload is None else payload[:2]
-        self._whole_groups = row_length == cols and cols % GROUP_SIZE == 0
-        self._kinds: dict[tuple[torch.dtype, bool], _Class] = {}
-
-    def kind(self, grad: Any) -> _Class:
-        """Return the class of the matrix with a gradient."""
-        grad = grad.qdata if grad.__class__ is GradientParts else grad
-        key = grad.dtype, (self._addresses | grad.data_ptr()) % 16 == 0
-        if key not in self._kinds:
-            aligned = "flat" if self._whole_groups else "rows"
-            layout = aligned if self.shape[1] % 16 == 0 and key[1] else "any"
-            self._kinds[key] = _kind(self._parts, self._payload, grad.dtype, layout)
-        return self._kinds[key]
+                self.address_bits |= tensor.data_ptr()
+        whole_groups = row_length == cols and cols % GROUP_SIZE == 0
+        layout = "any" if cols % 16 else "flat" if whole_groups else "rows"
+        kept = amax is not None, None if payload is None else payload[:2]
+        self.parts = weight.dtype, residual is not None, layout, *kept
 
 
 @functools.cache
-def _kind(parts: Any, payload: tuple[str, bool] | None, grad: torch.dtype, layout: str) -> _Class:
-    weight, residual, amax = parts
+def _kind(parts: Any, grad: torch.dtype, is_aligned: bool) -> _Class:
+    weight, residual, layout, amax, payload = parts
+    layout = layout if is_aligned else "any"
     if payload is None:
         return _Class(weight, residual, grad, layout, amax, "", False)
     assert layout == "flat"
@@ -240,10 +227,6 @@ def _kind(parts: Any, payload: tuple[str, bool] | None, grad: torch.dtype, layou
 
 Chosen = list[tuple[int, Fixed]]
 """Entries of one class: index of each, and what its matrix has in common from step to step."""
-
-
-def _class_of(matrix: WeightMatrix) -> _Class:
-    return _fixed(matrix).kind(matrix.grad)
 
 
 def _fixed(matrix: WeightMatrix) -> Fixed:
@@ -281,23 +264,31 @@ def _tables(
     distinct = dict(zip(map(id, scalars), scalars, strict=True))
     # A `Record`'s numbers, in its order.
     numbers = {i: array("f", ((-1.0) ** s.maximize, *s[:8])).tobytes() for i, s in distinct.items()}
-    # Arrays, because torch.tensor inspects each number of a list in turn.
-    columns: dict[str, tuple[Any, torch.dtype]] = {
-        "grad": (array("q", map(Tensor.data_ptr, parts)), torch.int64),
-        "key0": (array("Q", [stream_state(m.number, after=s.stream) for m, s in entries]), _HALF),
-        "grad_sign": (bytearray().join([numbers[i] for i in map(id, scalars)]), _HALF),
+    streams = stream_states(
+        _numbers("q", [matrix.number for matrix, _ in entries]),
+        _numbers("Q", [s.stream for s in scalars]),
+    )
+    floats = bytearray().join([numbers[i] for i in map(id, scalars)])
+    columns = {
+        "grad": _numbers("q", map(Tensor.data_ptr, parts)),
+        "key0": streams.view(_HALF),
+        "grad_sign": torch.frombuffer(floats, dtype=_HALF),
     }
     for name, tensors in numbers_at.items():
         if tensors:
-            addresses = [0 if x is None else x.data_ptr() for x in tensors]
-            columns[name] = array("q", addresses), torch.int64
+            columns[name] = _numbers("q", [0 if x is None else x.data_ptr() for x in tensors])
     size = len(entries) * len(Record._fields)
     records = host[:size].view(len(entries), -1)
-    for name, (column, dtype) in columns.items():
-        values = torch.frombuffer(column, dtype=dtype).view(len(entries), -1)
+    for name, column in columns.items():
+        values = column.view(len(entries), -1)
         records[:, _AT[name] : _AT[name] + values.shape[1]] = values
     buffer = host.to(device, non_blocking=True)
     return buffer[:size].view(len(entries), -1), buffer[size:].view(torch.int32), first
+
+
+def _numbers(code: str, numbers: Iterable[int]) -> Tensor:
+    # Through an array, because torch.tensor inspects each number of a list in turn.
+    return torch.frombuffer(array(code, numbers), dtype=torch.int64)
 
 
 @functools.lru_cache(maxsize=256)
@@ -315,7 +306,7 @@ def _template(matrices: tuple[Fixed, ...], kind: _Class) -> tuple[Tensor, int]:
         counts.append(cdiv(groups, kind.chunk))
         first += counts[-1]
     host = torch.zeros(len(places) + cdiv(first, 2), dtype=torch.int64, device="cpu")
-    host[: len(places)] = torch.frombuffer(array("q", places), dtype=torch.int64)
+    host[: len(places)] = _numbers("q", places)
     owners = torch.arange(len(matrices), dtype=torch.int32, device="cpu")
     repeats = torch.tensor(counts, device="cpu", dtype=torch.int64)
     chunks = host[len(places) :].view(torch.int32)

@@ -120,16 +120,11 @@ def _launch_groups(
     assert qdata.is_contiguous()
     if cols % 16 == x.data_ptr() % 16 == qdata.data_ptr() % 16 == 0:
         layout, groups = "flat" if cols % GROUP_SIZE == 0 else "rows", GROUPS
-    count = parts.scale.numel()
-    with torch.cuda.device_of(x):
-        kernel[(cdiv(count, groups),)](
-            *tensors,
-            count,
-            cols,
-            *keys,
-            **flags,
-            LAYOUT=layout,
-            GROUPS=groups,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    count = parts.scale.shape[0] * parts.scale.shape[1]
+    launch = partial(kernel[(cdiv(count, groups),)], *tensors, count, cols, *keys, **flags)
+    options = {"LAYOUT": layout, "GROUPS": groups, "num_warps": WARPS, "enable_fp_fusion": False}
+    if x.device.index is None or x.device.index == torch.cuda.current_device():
+        launch(**options)  # the usual case: torch changes devices in Python
+    else:
+        with torch.cuda.device_of(x):
+            launch(**options)

@@ -155,6 +155,8 @@ def _is_dense(x: Tensor) -> bool:
     return statically_known_true(x.storage_offset() == 0)
 
 
+_NUMBERS = frozenset({int, bool, float, type(None)})
+"""The types of a launch's arguments other than tensors."""
 _MOST = 4096
 """Launches remembered per kernel, a bound for runs whose token counts never repeat."""
 
@@ -163,26 +165,20 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A Triton kernel that remembers its launches; see the module's docstring."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
-        end: int | None = self.__dict__.get("_end")  # of the arguments that choose the binary
+        known, end = self._launches, self._end  # of the arguments that choose the binary
 
         def launch(*args: Any, **options: Any) -> None:
             options.setdefault(_FUSION, True)  # releases of Triton have different defaults
             if args[0].__class__ is FunctionalTensor:
                 add_launch(self, grid, args, options)
                 return
-            parts: list[Any] = [grid, args[0].get_device(), *options, *options.values()]
-            add = parts.append
-            for a in args[:end]:  # no function call for numbers: a block has a hundred
-                kind = a.__class__
-                if kind is int or kind is bool:
-                    add(a)
-                elif kind is Tensor or isinstance(a, Tensor):
-                    add(a.dtype)
-                    add(a.data_ptr() & 15)
-                else:
-                    add(float if kind is float else a)
-            key = tuple(parts)
+            parts: list[Any] = [  # no function call for numbers: a block has a hundred
+                (float if a.__class__ is float else a)
+                if a.__class__ in _NUMBERS
+                else (a.dtype, a.data_ptr() & 15)
+                for a in args[:end]
+            ]
+            key = (grid, args[0].get_device(), *options, *options.values(), *parts)
             runner = known.get(key) if REPLAYS and not self.pre_run_hooks else None
             if runner is None:
                 runner = self._first(key, grid, args, options)
@@ -206,7 +202,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         kernel = self.run(*args, grid=grid, warmup=False, **options)
         if not REPLAYS or self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
             return None  # a hook sees the launch, or has replaced it
-        known: dict[Any, Any] = self.__dict__["_launches"]
+        known = self._launches
         if len(known) >= _MOST:
             known.clear()
         constants = tuple(options[name] for name in self.arg_names[len(args) :])
@@ -255,6 +251,7 @@ def quick(kernel: Any, changing: int = 0) -> Any:
     if type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel
         kernel.__dict__["_end"] = -changing or None
+        kernel.__dict__["_launches"] = {}
     return kernel
 
 

@@ -55,7 +55,7 @@ class Rounding:
         rank: int = 0,
     ) -> None:
         self.counters, self.offset, self.rank = counters, offset, rank
-        self.reset()
+        self.count = self.exchanges = 0
 
     def reset(self) -> None:
         """Start again, because the gradient is zero."""
@@ -80,7 +80,8 @@ class Rounding:
 
     def _keys(self, *which: int) -> Keys:
         refuse_capture("a gradient in 8 bits", "use FP8Config(opt_level='O2')")
-        return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
+        keys = stream_keys(*self.counters(), *which)
+        return shifted_keys(keys, self.offset) if self.offset else keys
 
     def copy(self) -> "Rounding":
         """Return a copy that continues independently."""

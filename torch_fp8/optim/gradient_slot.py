@@ -80,12 +80,14 @@ class GradientSlot:
     _optimizer: Callable[[], Any] = staticmethod(lambda: None)
 
     @torch.compiler.disable  # a compiled function that calls loss.backward() would trace it
-    @torch.no_grad()
-    def arrived(self, parameter: Tensor) -> None:
+    def __call__(self, parameter: Tensor) -> None:
         """Take the gradient that autograd has accumulated."""
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                return self(parameter)
         optimizer = self._optimizer()
         if optimizer is None or stored_grad(parameter) is None:
-            return
+            return None
         if self.exchange is None or not self.exchange.ready(parameter):
             if self.quantize:
                 self.to_float8(parameter)
@@ -96,8 +98,7 @@ class GradientSlot:
                 "gradient release", "use FP8Config(gradient_release=False) in CUDA graphs"
             )
             self._release(optimizer, parameter)
-
-    __call__ = arrived
+        return None
 
     def _release(self, optimizer: Any, parameter: Tensor) -> None:
         """Step the parameter and free its gradient, unless it was taken out of the optimizer."""
@@ -121,18 +122,20 @@ class GradientSlot:
                 alike.
         """
         grad: Any = stored_grad(parameter)
-        shard = local(grad)
-        if isinstance(shard, Float8Grad) or _is_partial(grad):
+        is_plain = type(grad) is Tensor
+        shard, like = (grad, parameter) if is_plain else (local(grad), local(parameter))
+        if not is_plain and (isinstance(shard, Float8Grad) or _is_partial(grad)):
             return
-        if not exchanged and type(grad) is Tensor and _is_part(grad) and grad._version:
+        if is_plain and not exchanged and grad._version and _is_part(grad):
             return  # added in place to a view of the user's flat buffer, which has to see it
-        rounding, dtype = self.rounding(parameter), local(parameter).dtype
-        quantized = Float8Grad.quantize(shard, rounding, dtype, exchanged=exchanged)
-        parameter.grad = with_data(grad, quantized)
+        rounding = self.rounding(parameter)
+        quantized = Float8Grad.quantize(shard, rounding, like.dtype, exchanged=exchanged)
+        parameter.grad = quantized if is_plain else with_data(grad, quantized)
 
     def rounding(self, parameter: Tensor) -> Rounding:
         """Return the random bits for the rounding of a new gradient."""
-        row, col, row_length = shard_origin(parameter)
+        is_sharded = isinstance(parameter, DTensor)
+        row, col, row_length = shard_origin(parameter) if is_sharded else (0, 0, 0)
         rank = 0 if self.exchange is None else self.exchange.rank
         counters = functools.partial(self._counters, weakref.ref(parameter))
         return Rounding(counters, row * row_length + col, rank)
@@ -159,10 +162,11 @@ def attach_slots(optimizer: Any) -> int:
     weights, missing = optimizer.fp8_gradients, 0
     release = optimizer.fp8_config.gradient_release
     indexed = optimizer.indexed_parameters()
-    sharded = [p._local_tensor for _, _, p in indexed if isinstance(p, DTensor)]
-    narrow = bool(weights) or any(isinstance(shard, SplitShard) for shard in sharded)
+    kinds = {type(parameter) for _, _, parameter in indexed}
+    shards = [local(p) for *_, p in indexed] if any(issubclass(k, DTensor) for k in kinds) else []
+    narrow = bool(weights) or any(isinstance(shard, SplitShard) for shard in shards)
     for index, _, parameter in indexed:
-        slot = slot_of(parameter)
+        slot = slot_of(parameter) if parameter._post_accumulate_grad_hooks else None
         quantize = bool(weights) and parameter in weights
         averaged = slot is not None and slot.exchange is not None
         if not (quantize or release or averaged or (narrow and isinstance(parameter, DTensor))):
@@ -205,8 +209,8 @@ def detach_slots(optimizer: Optimizer) -> None:
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
     """Return the slot of a parameter, if it has one."""
-    hooks = parameter._post_accumulate_grad_hooks
-    return next((h for h in hooks.values() if isinstance(h, GradientSlot)), None) if hooks else None
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return next((h for h in hooks.values() if isinstance(h, GradientSlot)), None)
 
 
 def remove_slot(parameter: Tensor) -> None:

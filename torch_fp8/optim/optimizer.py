@@ -10,7 +10,7 @@ both moments have 8 bits (`torch_fp8.ops.adamw`). With its BF16 gradient a weigh
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from torch_fp8.optim.state import (
 )
 from torch_fp8.optim.step import (
     Entry,
+    Prepared,
     current_matrix,
     settle_weight,
     settled_gradient,
@@ -52,7 +53,7 @@ from torch_fp8.optim.step import (
 )
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.split_weight import halves_of
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of
 
 
 class Float8Optimizer(ConvertedOptimizer):
@@ -74,32 +75,41 @@ class Float8Optimizer(ConvertedOptimizer):
         self.step_parameters(self.indexed_parameters())
         return loss
 
-    def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
+    def step_parameters(self, indexed: list[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step the parameters of some `indexed_parameters` that have a gradient."""
+        stepped, prepared = list[Tensor](), list[Prepared]()
         large, small = list[Entry](), list[Entry]()
+        # By identity, because torch computes the hash of a tensor in Python.
+        several = self.state if len(indexed) > 1 else {}
+        states = dict(zip(map(id, several), several.values(), strict=True))
         for index, group, parameter in indexed:
-            grad = stored_grad(parameter)
+            grad, key = stored_grad(parameter), id(parameter)
             if grad is None:
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             grad = grad if type(grad) is Tensor else settled_gradient(parameter, grad)
-            state, halves = self.state[parameter], halves_of(parameter)
+            state = states[key] if key in states else self.state[parameter]
+            halves = parameter.halves if type(parameter) is SplitWeight else halves_of(parameter)
+            stepped.append(parameter)
             matrix = None if halves is None else current_matrix(index, halves, state, grad)
-            if matrix is None:
-                settle_state(parameter, state)
-                if halves is not None:
-                    settle_weight(parameter, halves, self.fp8_config.seed, state, index)
-            entry = Entry(index, group, parameter, state, grad, halves, matrix)
-            (large if matrix is not None or is_large(parameter) else small).append(entry)
+            if matrix is not None:
+                prepared.append((matrix, group, state, None, halves))
+                continue
+            settle_state(parameter, state)
+            if halves is not None:
+                settle_weight(parameter, halves, self.fp8_config.seed, state, index)
+            entry = Entry(index, group, parameter, state, grad, halves)
+            (large if is_large(parameter) else small).append(entry)
         # Kernels write without torch's knowledge, and shards have their own version counters.
         # Increment the versions so that a graph which saved the old value raises an error. Payloads
         # of the new value are kept after this.
-        torch.autograd.graph.increment_version([entry.parameter for entry in (*large, *small)])
-        if large:
+        torch.autograd.graph.increment_version(stepped)
+        counts = [entry.state["step"] for entry in large] + [p[2]["step"] for p in prepared]
+        if counts:
             one = torch.ones((), dtype=torch.float32, device="cpu")  # not one for each
-            torch._foreach_add_([entry.state["step"] for entry in large], one, alpha=1)
-        step_large(large, self.fp8_config)
+            torch._foreach_add_(counts, one, alpha=1)
+        step_large(prepared, large, self.fp8_config)
         for group in self.param_groups:
             step_small(group, [entry for entry in small if entry.group is group])
 

@@ -45,7 +45,6 @@ class Entry(NamedTuple):
         group, parameter, state: its group, itself, its state.
         grad: its gradient, in the form in which it is stored.
         halves: this rank's halves of it, or None if it is not split.
-        matrix: its matrix, if only the gradient has changed since the last step.
     """
 
     number: int
@@ -54,7 +53,10 @@ class Entry(NamedTuple):
     state: State
     grad: Tensor
     halves: Halves | None
-    matrix: WeightMatrix | None = None
+
+
+Prepared = tuple[WeightMatrix, dict[str, Any], State, Tensor | None, Halves | None]
+"""A matrix to step, its group and state, where to copy its weight to, and its halves."""
 
 
 class KeptMatrix(NamedTuple):
@@ -76,9 +78,8 @@ class KeptMatrix(NamedTuple):
         is_sharded = isinstance(state["exp_avg"], DTensor)
         codes_of = operator.attrgetter("_local_tensor.codes" if is_sharded else "codes")
         first, second = weakref.ref(matrix.exp_avg.qdata), weakref.ref(matrix.exp_avg_sq.qdata)
-        none: Any = None
-        bare = matrix._replace(grad=none, exp_avg=none, exp_avg_sq=none, memo=[])
-        return KeptMatrix(bare, codes_of, first, second)
+        bare: Any = dict.fromkeys(("grad", "exp_avg", "exp_avg_sq"))
+        return KeptMatrix(matrix._replace(**bare, memo=[]), codes_of, first, second)
 
 
 def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
@@ -103,45 +104,47 @@ def current_matrix(number: int, halves: Halves, state: State, grad: Tensor) -> W
     return WeightMatrix(*matrix[:2], gradient, exp_avg, exp_avg_sq, *others)
 
 
-def step_large(entries: list[Entry], config: FP8Config) -> None:
+def step_large(prepared: list[Prepared], entries: list[Entry], config: FP8Config) -> None:
     """Step parameters with 8-bit states; their ``step`` already counts this step.
 
     A weight that is not contiguous is copied, stepped and written back. These weights come last,
     one by one, because they may share memory, as in ``decoder.weight = Parameter(weight.t())``.
 
     Args:
-        entries: the parameters.
+        prepared: the matrices of parameters of which only the gradient has changed; the others' are
+            added.
+        entries: the other parameters.
         config: the optimizer's configuration.
     """
-    prepared, alone = [], []
-    of_groups: dict[tuple[int, float], StepScalars] = {}
+    alone = []
     for entry in entries:
-        _, group, parameter, state, _, halves, matrix = entry
-        write_back = None
-        if matrix is None:
-            weight = local(parameter) if halves is None else halves.high
-            if not weight.is_contiguous():
-                if len(entries) > 1:
-                    alone.append(entry)
-                    continue
-                write_back = weight
-            matrix = _matrix(entry, weight.contiguous(), config)
-            if halves is not None and halves.payload is not None:
-                matrix = _with_payload(matrix, halves)
-            if halves is not None and write_back is None:
-                halves.matrix = KeptMatrix.of(matrix, state)
-        at = id(group), float(state["step"])
-        if at not in of_groups:
-            of_groups[at] = _scalars(group, at[1], config.seed)
-        prepared.append((matrix, of_groups[at], state, write_back, halves))
-        if halves is not None:
-            halves.version = next(VERSIONS)  # before the kernels: a step may be interrupted
+        halves, write_back = entry.halves, None
+        weight = local(entry.parameter) if halves is None else halves.high
+        if not weight.is_contiguous():
+            if len(prepared) + len(entries) > 1:
+                alone.append(entry)
+                continue
+            write_back = weight
+        matrix = _matrix(entry, weight.contiguous(), config)
+        if halves is not None and halves.payload is not None:
+            matrix = _with_payload(matrix, halves)
+        if halves is not None and write_back is None:
+            halves.matrix = KeptMatrix.of(matrix, entry.state)
+        prepared.append((matrix, entry.group, entry.state, write_back, halves))
+    steps = [(id(group), float(state["step"])) for _, group, state, _, _ in prepared]
+    groups = {at: p[1] for at, p in zip(steps, prepared, strict=True)}
+    of_groups = {at: _scalars(group, at[1], config.seed) for at, group in groups.items()}
+    every_half = [halves for *_, halves in prepared if halves is not None]
+    for halves, version in zip(every_half, VERSIONS, strict=False):
+        halves.version = version  # before the kernels: a step may be interrupted
     amaxes = [p[0].amax for p in prepared if p[0].amax is not None]
     if amaxes:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
     devices = [p[0].weight.device for p in prepared]
     for device in dict.fromkeys(devices):
-        _step_on(device, [p for p, x in zip(prepared, devices, strict=True) if x == device], config)
+        chosen = [i for i, x in enumerate(devices) if x == device]
+        matrices = [(prepared[i][0], of_groups[steps[i]]) for i in chosen]
+        _step_on(device, matrices, [prepared[i][2] for i in chosen], config)
     for matrix, _, _, write_back, halves in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
@@ -152,7 +155,7 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
             if halves.cast is not None:
                 halves.current_payload(halves.cast)
     for entry in alone:
-        step_large([entry], config)
+        step_large([], [entry], config)
 
 
 def _with_payload(matrix: WeightMatrix, halves: Halves) -> WeightMatrix:
@@ -169,10 +172,9 @@ def _with_payload(matrix: WeightMatrix, halves: Halves) -> WeightMatrix:
     return matrix._replace(payload=by_step) if writes_payload(matrix, by_step) else matrix
 
 
-def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
+def _step_on(device: torch.device, entries: list[Any], states: Any, config: FP8Config) -> None:
     if device.type == "meta":
         return  # only the bytes of states and residuals are counted
-    entries = [p[:2] for p in prepared]
     multipliers: list[Tensor | None] = []
     on_card = device.type == "cuda"
     if on_card:
@@ -180,8 +182,8 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
     if config.update_clipping:
         # StableAdamW divides the rate of the update and of the decoupled decay: lr / max(1, RMS).
         of_all = update_rms(entries) if on_card else [update_rms_reference(*e) for e in entries]
-        for i, rms in enumerate(of_all):
-            prepared[i][2]["update_rms"] = rms
+        for state, rms in zip(states, of_all, strict=True):
+            state["update_rms"] = rms
             multipliers.append(1 / rms.clamp(min=1))
     if on_card:
         adamw_step(entries, multipliers)
@@ -263,7 +265,7 @@ def settled_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
-    number, _, parameter, state, grad, halves, _ = entry
+    number, _, parameter, state, grad, halves = entry
     first: Any = local(state["exp_avg"])
     second: Any = local(state["exp_avg_sq"])
     shape = matrix_shape(weight.shape)

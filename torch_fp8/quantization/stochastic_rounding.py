@@ -40,6 +40,14 @@ def stream_state(*counters: int, after: int = 0) -> int:
     return after
 
 
+def stream_states(counters: Tensor, after: Tensor) -> Tensor:
+    """Return the bits of `stream_state` of one counter each, all tensors in int64."""
+    x = after + counters + (0x9E3779B97F4A7C15 - (1 << 64))
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift) & ((1 << (64 - shift)) - 1)) * (multiplier - (1 << 64))
+    return x ^ (x >> 31) & ((1 << 33) - 1)
+
+
 def shifted_keys(keys: tuple[int, int], offset: int) -> tuple[int, int]:
     """Return keys whose words for index i are those of `keys` for ``i + offset``."""
     return _signed((keys[0] + offset * _SPREAD) & 0xFFFFFFFF), keys[1]

@@ -91,7 +91,8 @@ class Float8Grad(Coded):
         """
         rounding = rounding or Rounding()
         keys = rounding.next_exchanged() if exchanged else rounding.next()
-        parts = quantize_gradient(x.contiguous().view(matrix_shape(x.shape)), keys)  # of (R, K)
+        matrix = x if x.ndim == 2 else x.reshape(matrix_shape(x.shape))  # (R, K)
+        parts = quantize_gradient(matrix.contiguous(), keys)
         return Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
 
     @torch.no_grad()
