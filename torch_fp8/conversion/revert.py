@@ -18,11 +18,12 @@ from torch_fp8.conversion.output_layers import revert_output_layers
 from torch_fp8.distributed.links import STATE_KEY, exchanges_state, load_exchanges_state
 from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.linear import Float8Conv1D, Float8Layer, Float8Linear
+from torch_fp8.nn.linear import Float8Layer, Float8Linear
 from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear, place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
