@@ -165,7 +165,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A Triton kernel that remembers its launches; see the module's docstring."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        known, end = self._launches, self._end  # of the arguments that choose the binary
+        known, end = self.launches, self._end  # of the arguments that choose the binary
 
         def launch(*args: Any, **options: Any) -> None:
             options.setdefault(_FUSION, True)  # releases of Triton have different defaults
@@ -202,7 +202,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         kernel = self.run(*args, grid=grid, warmup=False, **options)
         if not REPLAYS or self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
             return None  # a hook sees the launch, or has replaced it
-        known = self._launches
+        known = self.launches
         if len(known) >= _MOST:
             known.clear()
         constants = tuple(options[name] for name in self.arg_names[len(args) :])
@@ -251,7 +251,7 @@ def quick(kernel: Any, changing: int = 0) -> Any:
     if type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel
         kernel.__dict__["_end"] = -changing or None
-        kernel.__dict__["_launches"] = {}
+        kernel.__dict__["launches"] = {}
     return kernel
 
 

@@ -30,6 +30,7 @@ from torch_fp8.autograd.current_pass import output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters, reshaped, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
+from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
 from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.ops.scaled_mm import scaled_matmul
@@ -162,6 +163,26 @@ def connect(
     ]
     of_input: Tensor = GroupInput.apply(x, (exchange, shape, parameters[0][0].device))
     return of_input, of_weights
+
+
+def shared_by_readers(x: Tensor, name: str) -> Tensor:
+    """Return the same result of `shared` to all layers that read x.
+
+    The key and value of cross-attention read the encoder's result, behind a norm that is not
+    beside them, or behind a dropout.
+
+    Args:
+        x: input (..., C) of a layer. One without a graph, and a leaf, are returned unchanged: a
+            leaf would hold itself through its gradient accumulator.
+        name: qualified name of the layer.
+    """
+    if type(x) is not Tensor or x.grad_fn is None:
+        return x
+    version, result = getattr(x, "fp8_shared", (None, x))
+    if version != x._version:
+        result = shared(x, name)
+        x.fp8_shared = x._version, result
+    return result
 
 
 def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor | None:

@@ -51,26 +51,6 @@ def shared(x: Tensor, name: str) -> Tensor:
     return _Shared.apply(x, name)
 
 
-def shared_by_readers(x: Tensor, name: str) -> Tensor:
-    """Return the same result of `shared` to all layers that read x.
-
-    The key and value of cross-attention read the encoder's result, behind a norm that is not
-    beside them, or behind a dropout.
-
-    Args:
-        x: input (..., C) of a layer. One without a graph, and a leaf, are returned unchanged: a
-            leaf would hold itself through its gradient accumulator.
-        name: qualified name of the layer.
-    """
-    if type(x) is not Tensor or x.grad_fn is None:
-        return x
-    version, result = getattr(x, "fp8_shared", (None, x))
-    if version != x._version:
-        result = shared(x, name)
-        x.fp8_shared = x._version, result
-    return result
-
-
 class Computed(Producer):
     """A result (R, C) that is already computed."""
 

@@ -46,9 +46,13 @@ from torch_fp8.autograd.current_pass import (
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import note_trace, pushed_history, restore_scales
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
+from torch_fp8.nn.input_group import (
+    graph_operands,
+    member_in_graph,
+    member_output,
+    shared_by_readers,
+)
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
-from torch_fp8.nn.layer_norm import shared_by_readers
 from torch_fp8.nn.linear_function import linear, linear_in_graph
 from torch_fp8.nn.repeated_forward import repeated, served_in_graph
 from torch_fp8.nn.scale_buffers import BUFFERS, graph_buffers, scaling_buffers
