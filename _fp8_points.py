@@ -64,6 +64,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "_load_optimizer_and_scheduler _wrap_model _save",
     ),
     "trl.models.utils": ("prepare_fsdp",),
+    "trl.trainer.utils": ("selective_log_softmax",),
     "trl.generation.vllm_generation": ("VLLMGeneration.sync_weights",),
     "trl.trainer.grpo_trainer": _methods("GRPOTrainer", _ROLLOUTS),
     "trl.trainer.rloo_trainer": _methods("RLOOTrainer", _ROLLOUTS),

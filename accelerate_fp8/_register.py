@@ -118,6 +118,10 @@ def _saves_fp8(model: Any, *_: Any) -> bool:
     return "_fp8_prepared" in own or (bool(own.get("_weight_conversions")) and launched_with_fp8())
 
 
+def _is_uncomputed(logits: Any, *_: Any) -> bool:
+    return type(logits).__name__ == "LazyLogits"
+
+
 def _may_be_frozen(*_: Any) -> bool:
     return "torch_fp8.nn.frozen_storage" in sys.modules
 
@@ -132,6 +136,7 @@ _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "transformers.generation.utils": (_STANDARD, lambda *_: "torch_fp8.nn.linear" in sys.modules),
     "transformers.modeling_utils": (_TRAINER, _saves_fp8),
     "trl.models.utils": (_TRAINER, _reference_of),
+    "trl.trainer.utils": (_TRAINER, _is_uncomputed),
     "trl.generation.vllm_generation": ("accelerate_fp8.engine_sync", _of_accelerator),
     "trl.trainer.grpo_trainer": (_ROLLOUTS, _of_accelerator),
     "trl.trainer.rloo_trainer": (_ROLLOUTS, _of_accelerator),

@@ -8,12 +8,13 @@ import contextlib
 import os
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import SAMPLES, holding, is_engine_chosen
 from torch_fp8.checkpoint.adopt import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.nn.logit_losses import log_probs
 from torch_fp8.optim.merged_state import whole_weights
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -121,3 +122,16 @@ def warn_once(message: str) -> None:
     """Warn on rank zero, even before Accelerate's own logger is ready."""
     if int(os.environ.get("RANK", "0")) == 0:
         logging.get_logger("transformers").warning_once(message)
+
+
+def selective_log_softmax(
+    original: Any, logits: Any, index: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Extend TRL's function: the log-probabilities of uncomputed logits need no logits."""
+    options = dict(zip(("temperature", "row_mask"), args, strict=False)) | kwargs
+    log_p: Any = log_probs(logits, index, options.get("temperature", 1.0))
+    if log_p is NotImplemented:
+        log_p = original(logits, index, *args, **kwargs)
+    elif options.get("row_mask") is not None:
+        log_p = log_p.masked_fill(options["row_mask"] == 0, 0.0)
+    return log_p

@@ -87,7 +87,7 @@ _NAMES = {
     "torch_fp8.nn.linear": "Float8Layer is_paused",
     "torch_fp8.nn.linear_form": "computes_linear",
     "torch_fp8.nn.linear_function": "LinearFunction linear_in_graph",
-    "torch_fp8.nn.logit_losses": "scale_and_softcap",
+    "torch_fp8.nn.logit_losses": "log_probs scale_and_softcap",
     "torch_fp8.nn.merge_aware": "MergeAware",
     "torch_fp8.nn.output_layer": "OutputLayer",
     "torch_fp8.nn.repeated_forward": "served_in_graph",

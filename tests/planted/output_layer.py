@@ -63,7 +63,7 @@ FAULTS = {
     ),
     ("torch_fp8/nn/logit_losses.py", _FROZEN): (
         "the monitor does not see the operands of an output layer",
-        "            _show(call, tokens, labels, ignore_index)\n",
+        '            _show(call, tokens, labels, options.get("ignore_index", -100))\n',
         "            pass\n",
         "the monitor computes the logits of all tokens",
         "max(1, -(-len(tokens) // _OBSERVED))",
@@ -73,6 +73,12 @@ FAULTS = {
         "a detached loss trains the weight",
         "call.parameters(of.requires_grad)",
         "call.parameters()",
+        "log-probabilities are those of logits at another temperature",
+        '    options = {"temperature": temperature}\n',
+        '    options = {"temperature": 1.0}\n',
+        "log-probabilities of a log_softmax are those of its logits",
+        "None if LOG_SOFTMAX in scales else scale_and_softcap(scales)",
+        "scale_and_softcap(tuple(s for s in scales if s != LOG_SOFTMAX))",
     ),
     ("torch_fp8/nn/logit_losses.py", f"{_TESTS}/test_head_ranks.py"): (
         "the loss of the last rank's first step is not averaged under a static graph",
@@ -88,6 +94,9 @@ FAULTS = {
         "if shape_of.dtype",
     ),
     ("torch_fp8/nn/logit_steps.py", _LOSSES): (
+        "the mean of scaled logits is that of the logits",
+        " * math.prod(s for s in of.scales if s is not None)).to",
+        ").to",
         "a division multiplies",
         "1 / number if func in _DIVISIONS else number",
         "number",

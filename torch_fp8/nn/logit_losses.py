@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_fp8.nn.head_call import HeadCall
 from torch_fp8.nn.lazy_logits import LazyLogits, Touched, has_other_node
-from torch_fp8.nn.loss_head import linear_cross_entropy
+from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
 
 LOG_SOFTMAX = math.inf
 """The mark of a log_softmax among the factors."""
@@ -37,7 +37,7 @@ def cross_entropy(
         func: one of the two functions; the other arguments are its own.
     """
     of = x.recorded
-    call, dim = of.call, min(1, x.ndim - 1)
+    dim = min(1, x.ndim - 1)
     usual = size_average is None and reduce is None and reduction in ("none", "mean", "sum")
     if not usual or of.class_dim != dim or isinstance(target, LazyLogits):
         return NotImplemented
@@ -51,6 +51,49 @@ def cross_entropy(
     if (func is F.nll_loss) != (LOG_SOFTMAX in of.scales):
         return NotImplemented
     scales = of.scales[:-1] if func is F.nll_loss else of.scales
+    options = {"class_weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    options["label_smoothing"] = label_smoothing
+    loss = _fused(linear_cross_entropy, x, scales, rows, target, options)
+    if loss is NotImplemented:
+        return NotImplemented
+    loss = loss.reshape(target.shape) if reduction == "none" else loss
+    return loss if autocasts(x) else loss.to(x.dtype)
+
+
+def log_probs(x: LazyLogits, target: Tensor, temperature: float = 1.0) -> Any:
+    """Return ``log_softmax(x / temperature)`` at the targets, in float32, or NotImplemented.
+
+    Args:
+        x: logits (..., V).
+        target: (...) int64 classes.
+        temperature: divisor of the logits.
+    """
+    of = x.recorded
+    rows = of.hidden
+    fits = of.class_dim == x.ndim - 1 and target.shape == rows.shape[:-1]
+    if of.call.is_read or not fits or target.dtype != torch.int64:
+        return NotImplemented
+    options = {"temperature": temperature}
+    log_p = _fused(linear_log_probs, x, of.scales, rows, target, options)
+    return log_p if log_p is NotImplemented else log_p.reshape(target.shape)
+
+
+def _fused(
+    compute: Any,
+    x: LazyLogits,
+    scales: tuple[float | None, ...],
+    rows: Tensor,
+    target: Tensor,
+    options: dict[str, Any],
+) -> Any:
+    """Return a loss of x from hidden states, with the nodes of x, or NotImplemented.
+
+    Args:
+        compute: `linear_cross_entropy` or `linear_log_probs`; `options` are its own.
+        scales: factors of the logits.
+        rows: hidden states (..., H) of the targets (...).
+    """
+    of, call = x.recorded, x.recorded.call
     formula = None if LOG_SOFTMAX in scales else scale_and_softcap(scales)
     narrow = x.dtype not in (torch.float32, call.dtype)
     nodes = [] if torch.compiler.is_compiling() else _other_nodes(x)
@@ -60,26 +103,13 @@ def cross_entropy(
         return NotImplemented
     call.is_fused = True
     call.note(0, "")
-    head = call.parameters(of.requires_grad)
+    weight, bias = call.parameters(of.requires_grad)
+    form = {"logit_scale": formula[0], "softcap": formula[1], "precision": call.precision}
     with call.present(), torch.autocast(**call.autocast):
         tokens, labels = rows.reshape(-1, rows.shape[-1]), target.reshape(-1)
         if call.is_observed and torch.is_grad_enabled():
-            _show(call, tokens, labels, ignore_index)
-        loss = linear_cross_entropy(
-            tokens,
-            head[0],
-            labels,
-            head[1],
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            logit_scale=formula[0],
-            softcap=formula[1],
-            precision=call.precision,
-        )
-    loss = loss.reshape(target.shape) if reduction == "none" else loss
-    loss = loss if autocasts(x) else loss.to(x.dtype)
+            _show(call, tokens, labels, options.get("ignore_index", -100))
+        loss = compute(tokens, weight, labels, bias, **form, **options)
     for hook in call.begins if loss.requires_grad else ():
         loss.register_hook(hook)
     for logits in nodes if loss.requires_grad else ():

@@ -8,6 +8,7 @@ Legend: H hidden features, V classes.
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.nn.lazy_logits import STEPS, LazyLogits, Recorded, empty_meta
 from torch_fp8.nn.logit_losses import LOG_SOFTMAX, autocasts, cross_entropy
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.split_weight import stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -141,6 +144,24 @@ def _tanh(func: Any, x: LazyLogits) -> Any:
     return _record(x, (func, (), {}), x.recorded.shape_of.contiguous(), scales=(None,))
 
 
+def _mean(func: Any, x: LazyLogits, *args: Any, **options: Any) -> Any:
+    """Average detached logits, which trainers log: the average row times the average weight."""
+    if args or options:
+        return NotImplemented
+    of, call = x.recorded, x.recorded.call
+    linear = None not in of.scales and math.inf not in of.scales
+    if not (of.is_detached and linear and of.hidden.numel()) or isinstance(
+        call.weight, QuantizableTensor
+    ):
+        return NotImplemented
+    with torch.no_grad(), call.present():
+        weight, bias = call.parameters(False)
+        row = of.hidden.movedim(of.class_dim, -1).flatten(0, -2).mean(0, dtype=torch.float32)
+        mean = row @ stored(weight).mean(0, dtype=torch.float32)
+        mean = mean if bias is None else mean + bias.float().mean()
+    return (mean * math.prod(s for s in of.scales if s is not None)).to(x.dtype)
+
+
 def _log_softmax(
     func: Any, x: LazyLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Any:
@@ -239,6 +260,7 @@ _TABLE: tuple[tuple[Any, list[Any]], ...] = (
     (_cast, [Tensor.to, Tensor.type, Tensor.type_as, *_METHODS]),
     (_scale, _all(("mul", "multiply", "div", "true_divide"))),
     (_scale, [Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__]),
+    (_mean, [Tensor.mean, torch.mean]),
     (_tanh, [torch.tanh, Tensor.tanh, F.tanh]),
     (_index, [Tensor.__getitem__]),
     (_register_hook, [Tensor.register_hook]),

@@ -36,8 +36,9 @@ class LanguageModel(nn.Module):
 
 def small_chunks(monkeypatch):
     """Fuse with chunks of 16 tokens, so that a chunk is far smaller than all logits."""
-    chunked = functools.partial(logit_losses.linear_cross_entropy, chunk=CHUNK)
-    monkeypatch.setattr(logit_losses, "linear_cross_entropy", chunked)
+    for name in ("linear_cross_entropy", "linear_log_probs"):
+        chunked = functools.partial(getattr(logit_losses, name), chunk=CHUNK)
+        monkeypatch.setattr(logit_losses, name, chunked)
 
 
 def pair(seed=0, dtype=torch.float32, change=None, **options):

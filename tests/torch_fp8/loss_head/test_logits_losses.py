@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.internals import LazyLogits, scale_and_softcap
+from tests.internals import LazyLogits, log_probs, scale_and_softcap
 from tests.torch_fp8.loss_head.logits_cases import (
     LOSSES,
     V,
@@ -161,3 +161,36 @@ def test_the_head_returns_logits_of_stocks_shape_and_dtype():
     shifted = logits[:, :-1].transpose(1, 2)
     assert isinstance(shifted, LazyLogits)
     assert shifted.stride() == want[:, :-1].transpose(1, 2).stride()
+
+
+@pytest.mark.parametrize("prepare", [lambda z: z.float(), lambda z: z[:, :-1] / 2, lambda z: z])
+def test_log_probabilities_are_those_of_stock_without_logits(prepare):
+    def loss_of(logits, labels):
+        logits = prepare(logits)
+        target = labels[:, : logits.shape[1]].clamp(min=0)
+        if isinstance(logits, LazyLogits):
+            return log_probs(logits, target, 0.5).square().mean()
+        log_p = (logits.float() / 0.5).log_softmax(-1)
+        return log_p.gather(-1, target[..., None]).square().mean()
+
+    stock, fused = pair(bias=True)
+    assert is_fused(assert_like_stock(stock, fused, loss_of)[1])
+    tokens, labels = batch()
+    logits = fused(tokens)
+    assert log_probs(logits, labels[:, 1:]) is NotImplemented
+    assert log_probs(logits.log_softmax(-1), labels) is NotImplemented
+    logits.argmax(-1)
+    assert log_probs(logits, labels) is NotImplemented
+
+
+def test_the_mean_of_detached_logits_reads_none():
+    stock, fused = pair(bias=True)
+    tokens, _ = batch()
+    want, logits = stock(tokens), fused(tokens)
+    for view in (lambda z: z.float() / 4, lambda z: z[:2, :-1], lambda z: z.transpose(1, 2)):
+        got = view(logits).detach().mean()
+        torch.testing.assert_close(got, view(want).detach().mean(), rtol=1e-4, atol=1e-5)
+    assert not logits.recorded.call.is_read
+    assert fused.lm_head.loss_head.reads == 0
+    torch.testing.assert_close(logits.detach().mean(-1), want.mean(-1))  # reads them
+    assert logits.recorded.call.is_read
