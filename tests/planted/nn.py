@@ -124,7 +124,7 @@ FAULTS = {
         "return SmoothOperands if self.recipe.smooth else PlainOperands",
         "return PlainOperands",
     ),
-    ("torch_fp8/nn/fprop_operands.py", f"{_TESTS}/test_smooth_swiglu.py"): (
+    ("torch_fp8/nn/smooth_operands.py", f"{_TESTS}/test_smooth_swiglu.py"): (
         "a gated MLP casts its product before the factors of its channels are known",
         "    independent = False\n",
         "",

@@ -42,7 +42,6 @@ from torch_fp8.nn.grouped_linear_function import (
     weight_grad_dtype,
     weight_gradient,
 )
-from torch_fp8.nn.linear_function import save_by_name, saved_by_name
 from torch_fp8.ops.expert_gate import (
     expert_gate_backward,
     expert_gate_quantize,
@@ -53,6 +52,7 @@ from torch_fp8.ops.moe_rows import Route, combine_rows, gather_rows, spread_rows
 from torch_fp8.ops.quantize import QuantizedTensor, saved_stand_ins
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.quantizer import matrix
+from torch_fp8.tensor.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 X, FIRST, SECOND, BIAS, SCORES = range(5)

@@ -31,11 +31,10 @@ from torch_fp8.autograd.function import (
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
-from torch_fp8.nn.fprop_operands import PlainOperands
 from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.linear_function import graph_options
+from torch_fp8.nn.linear_function import PlainOperands, graph_options
 from torch_fp8.nn.scale_buffers import graph_buffers
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads

@@ -30,13 +30,14 @@ from torch_fp8.autograd.function import (
     refuse_derivatives,
     will_run,
 )
-from torch_fp8.nn.linear_function import LinearOptions, save_by_name, saved_by_name
+from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.ops.side_by_side import side_by_side
 from torch_fp8.quantization.scaling import scale_in_backward
 from torch_fp8.tensor.lazy_quantized import joined, plain
 from torch_fp8.tensor.quantizer import InputPayloads, matrix
+from torch_fp8.tensor.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
@@ -238,8 +239,9 @@ class GroupInput(torch.autograd.Function):
             assert g is not None
             present = list(gradients.outputs)
             weights = [gradients.saved[i]["weight"] for i in present]
-            scales = [exchange.scales[i] for i in present]
-            scales = [scale_in_backward(scale) for scale in scales if scale is not None]
+            scales = [scale for i in present if (scale := exchange.scales[i]) is not None]
+            if torch.compiler.is_compiling():
+                scales = [scale_in_backward(scale) for scale in scales]
             slot = options.quantizers.grad_output.source.slot
             after = g.scale if slot is None else slot
             stored_weights = [stored(weight) for weight in weights]

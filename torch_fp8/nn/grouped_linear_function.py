@@ -20,7 +20,6 @@ from torch_fp8.autograd.current_pass import output_dtype
 from torch_fp8.autograd.function import is_returned, once_differentiable
 from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.expert_storage import transposed_stacked
-from torch_fp8.nn.linear_function import save_by_name, saved_by_name
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.moe_rows import Route, combine_rows, gather_rows, spread_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_stacked
@@ -34,6 +33,7 @@ from torch_fp8.tensor.halves import PayloadCast
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import Quantizer, matrix
+from torch_fp8.tensor.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 

@@ -18,10 +18,10 @@ from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import INPUT, LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
-from torch_fp8.nn.fprop_operands import PlainOperands, SmoothOperands
 from torch_fp8.nn.frozen_storage import FrozenState
-from torch_fp8.nn.linear_function import LinearOptions
+from torch_fp8.nn.linear_function import LinearOptions, PlainOperands
 from torch_fp8.nn.scaling_rule import ScalingRule
+from torch_fp8.nn.smooth_operands import SmoothOperands
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR

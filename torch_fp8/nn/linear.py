@@ -114,14 +114,14 @@ class Float8Layer(FrozenStorage):
             output = repeated(self, input)
             if output is not None:
                 return output
+        is_lazy = type(input) is LazyQuantizedTensor
         is_member = has_graph and self.fp8.group is not None
-        if is_member:
+        if is_member and not is_lazy:
             input = shared_by_readers(input, self.fp8.name)
+            is_lazy = type(input) is LazyQuantizedTensor
         operands = self.fp8.operands(self, input)
         options = self.fp8.options(self, operands)
-        output = None
-        if is_member and type(input) is LazyQuantizedTensor:
-            output = member_output(self, operands, options)
+        output = member_output(self, operands, options) if is_member and is_lazy else None
         if output is None:
             output = linear(*operands[:4], options)
         return output if operands.parts is None else operands.output(output)

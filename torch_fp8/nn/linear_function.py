@@ -8,10 +8,10 @@ Legend: M tokens, K in, N out.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_fp8.autograd.current_pass import output_dtype, warn_of_decoding
 from torch_fp8.autograd.function import (
@@ -26,25 +26,85 @@ from torch_fp8.autograd.function import (
     written_in_backward,
 )
 from torch_fp8.nn.bf16_forward import linear_in_bf16
-from torch_fp8.nn.fprop_operands import CastOperands, PlainOperands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
+from torch_fp8.ops.swiglu import swiglu_save
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import OF_TENSOR
-from torch_fp8.quantization.split_float import split
-from torch_fp8.tensor import encoded
 from torch_fp8.tensor.dgrad_operands import dgrad_operands
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import (
+    InputPayloads,
     Quantizer,
     Quantizers,
     WeightQuantizer,
     matrix,
+    quantize_input,
 )
-from torch_fp8.tensor.split_weight import SplitWeight, read_scale
+from torch_fp8.tensor.saved_tensors import save_by_name, saved_by_name
+from torch_fp8.tensor.split_weight import read_scale
 from torch_fp8.tensor.weight_half import gradient_dtype
 
-_PLAIN = (Tensor, nn.Parameter)
+
+class CastOperands(NamedTuple):
+    """The cast operands of fprop, and what backward needs from them.
+
+    Attributes:
+        input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.
+        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``, or None if fprop
+            runs in BF16.
+        weight_scale: () scale of w itself, for dgrad, or None if the cast in dgrad computes it.
+        inverse: (K,) float32, 1 / s, or None without Smooth-SwiGLU.
+    """
+
+    input: InputPayloads
+    weight: QuantizedTensor | None
+    weight_scale: Tensor | None
+    inverse: Tensor | None = None
+
+
+class PlainOperands:
+    """Casts input and weight of fprop as they are."""
+
+    independent: ClassVar[bool] = True
+    """Whether no cast needs the other operand: another module may cast the input in advance."""
+
+    @staticmethod
+    def cast(
+        quantizers: Quantizers,
+        x: Tensor,
+        weight: Tensor,
+        training: bool | None,
+        *,
+        wgrad: bool,
+        fp8_wgrad: bool,
+        dtype: torch.dtype,
+    ) -> CastOperands:
+        """Cast the operands of fprop, and the input for the wgrad that may follow.
+
+        Args:
+            quantizers: quantizers of the layer.
+            x: (..., K).
+            weight: (N, K), or (K, N) if its quantizer is `transposed`.
+            training: whether the layer is in training mode, or None if a backward may follow.
+            wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
+        """
+        if training is None:  # cast the weight first, while a collective may still fill x
+            w = quantizers.weight.for_fprop(weight)
+        else:
+            w = quantizers.weight.without_gradients(weight, training)
+        observer = quantizers.observer
+        if observer is not None:
+            observer.weight(weight, w)
+        needs: dict[str, Any] = {"wgrad": wgrad, "fp8_wgrad": fp8_wgrad, "dtype": dtype}
+        payloads = quantize_input(quantizers.input, x, **needs, observer=observer)
+        # A tensorwise scale serves both layouts, so that backward need not compute it again.
+        return CastOperands(payloads, w, w.scale if w.granularity == "tensorwise" else None)
+
+    @staticmethod
+    def save_swiglu(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
+        """Return what `torch_fp8.ops.swiglu.swiglu_save` does for a product that is cast later."""
+        return swiglu_save(gate, up, None, save)
 
 
 class LinearOptions(NamedTuple):
@@ -178,44 +238,6 @@ def fprop(
     # (M, K) @ (N, K)^T, both along K
     y = scaled_matmul(a, b, dtype, bias=bias, fast_accum=fast_accum, emulate=emulate)
     return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
-
-
-def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
-    """Save tensors for backward under names, without those that are None.
-
-    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None. A
-    graph's backward takes scales from their table again (`scale_in_table`). Autograd does not save
-    tensors that inference mode created: a copy is saved. torch's layers train such a weight under
-    autocast, because they save their cast copy of it.
-    """
-    present = {name: t for name, t in tensors.items() if t is not None}
-    if not torch.compiler.is_dynamo_compiling():
-        for name, t in present.items():
-            if t.is_inference():
-                present[name] = t.clone()
-    ctx.again = {}
-    if torch.compiler.is_compiling():
-        ctx.again = {name: t.fp8_again for name, t in present.items() if hasattr(t, "fp8_again")}
-        present = {name: t for name, t in present.items() if name not in ctx.again}
-    ctx.split_names = [
-        name for name, t in present.items() if type(t) not in _PLAIN and isinstance(t, SplitWeight)
-    ]
-    ctx.saved_names = tuple(present)
-    ctx.save_for_backward(*present.values())
-
-
-def saved_by_name(ctx: Any) -> dict[str, Tensor]:
-    """Return the tensors of `save_by_name`, with the values that forward used.
-
-    Forward casts the BF16 half of a `SplitWeight`. Hooks that copy (`save_on_cpu`) return its
-    float32 value instead, which is split again. Ties round up, so the half is the same.
-    """
-    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-    saved |= {name: again() for name, again in ctx.again.items()}
-    for name in ctx.split_names:
-        if not isinstance(saved[name], SplitWeight):
-            saved[name] = split(encoded.plain(saved[name]), bits=0)[0]
-    return saved
 
 
 def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch_fp8.autograd.current_pass import is_traced, saves_nothing, stand_in
 from torch_fp8.autograd.function import differentiable_by, only_shape_matters, shape_of_result
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
-from torch_fp8.nn.linear_function import save_by_name, saved_by_name
 from torch_fp8.ops.linear_cross_entropy import HeadOptions, linear_softmax_loss
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.saved_tensors import save_by_name, saved_by_name
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> Any:

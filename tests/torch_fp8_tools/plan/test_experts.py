@@ -33,7 +33,7 @@ def test_a_plan_names_the_rows_of_experts(kind, line):
 )
 def test_bytes_of_whole_models(name, level, released, most):
     """A Llama's embedding and output layer are 13 %, and their gradients stay wide at O3."""
-    most += 0.03 * (name == "llama-3.1-8b")
+    most += 0.03 * (name == "llama-3.1-8b" and level == "O3" and not released)
     model = build(read_config(name))
     config = FP8Config(recipe="rowwise", opt_level=level, gradient_release=released)
     convert_to_float8(model, config, device="cpu")

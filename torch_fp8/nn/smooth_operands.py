@@ -1,4 +1,4 @@
-"""The operands of a layer's fprop: as they are, or with one scale per channel for Smooth-SwiGLU.
+"""The operands of a layer's fprop with one scale per channel, for Smooth-SwiGLU.
 
 `SmoothOperands` casts the input as ``x s`` and the weight as ``w / s``, so that the product is
 ``x w^T``. The factors s come from `torch_fp8.ops.smooth`. Both casts use the scales of the current
@@ -9,88 +9,21 @@ steps without Smooth-SwiGLU. The gradient of the weight, ``g^T (x s)``, is divid
 Legend: M tokens, K in, N out.
 """
 
-from typing import Any, ClassVar, NamedTuple
-
 import torch
 from torch import Tensor
 
 from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.layer_norm import Computed
+from torch_fp8.nn.linear_function import CastOperands, PlainOperands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts, swiglu_save_columns
-from torch_fp8.ops.swiglu import swiglu_save
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor, dequantized, input_stand_ins
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.producer import LazySource
-from torch_fp8.tensor.quantizer import InputPayloads, Quantizer, Quantizers, matrix, quantize_input
+from torch_fp8.tensor.quantizer import InputPayloads, Quantizer, Quantizers, matrix
 from torch_fp8.tensor.split_weight import stored
-
-
-class CastOperands(NamedTuple):
-    """The cast operands of fprop, and what backward needs from them.
-
-    Attributes:
-        input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.
-        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``, or None if fprop
-            runs in BF16.
-        weight_scale: () scale of w itself, for dgrad, or None if the cast in dgrad computes it.
-        inverse: (K,) float32, 1 / s, or None without Smooth-SwiGLU.
-    """
-
-    input: InputPayloads
-    weight: QuantizedTensor | None
-    weight_scale: Tensor | None
-    inverse: Tensor | None = None
-
-
-class PlainOperands:
-    """Casts input and weight of fprop as they are.
-
-    Attributes:
-        independent: whether no cast needs the other operand, so that another module may cast the
-            input in advance, and a rollout may cast the weight once.
-    """
-
-    independent: ClassVar[bool] = True
-
-    @staticmethod
-    def cast(
-        quantizers: Quantizers,
-        x: Tensor,
-        weight: Tensor,
-        training: bool | None,
-        *,
-        wgrad: bool,
-        fp8_wgrad: bool,
-        dtype: torch.dtype,
-    ) -> CastOperands:
-        """Cast the operands of fprop, and the input for the wgrad that may follow.
-
-        Args:
-            quantizers: quantizers of the layer.
-            x: (..., K).
-            weight: (N, K), or (K, N) if its quantizer is `transposed`.
-            training: whether the layer is in training mode, or None if a backward may follow.
-            wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
-        """
-        if training is None:  # cast the weight first, while a collective may still fill x
-            w = quantizers.weight.for_fprop(weight)
-        else:
-            w = quantizers.weight.without_gradients(weight, training)
-        observer = quantizers.observer
-        if observer is not None:
-            observer.weight(weight, w)
-        needs: dict[str, Any] = {"wgrad": wgrad, "fp8_wgrad": fp8_wgrad, "dtype": dtype}
-        payloads = quantize_input(quantizers.input, x, **needs, observer=observer)
-        # A tensorwise scale serves both layouts, so that backward need not compute it again.
-        return CastOperands(payloads, w, w.scale if w.granularity == "tensorwise" else None)
-
-    @staticmethod
-    def save_swiglu(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
-        """Return what `torch_fp8.ops.swiglu.swiglu_save` does for a product that is cast later."""
-        return swiglu_save(gate, up, None, save)
 
 
 class SmoothOperands(PlainOperands):
