@@ -20,6 +20,7 @@ attributes, or by name.
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
@@ -39,13 +40,8 @@ from torch_fp8.nn.rms_norm import RMSNormSpec
 from torch_fp8.nn.trial_reads import Found, Recorder, computes_alike
 
 _EPS_NAMES = ("variance_epsilon", "eps")
-_TRIED = (
-    (torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-)
+_MIXED = itertools.product((torch.float32, torch.bfloat16), repeat=2)
+_TRIED = (*_MIXED, (torch.float16, torch.float16))
 """Dtypes of input and weight."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """The module may round to the narrower dtype twice; we round once."""
@@ -164,12 +160,12 @@ def _same_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...]) -> bo
         return False
     grad = torch.linspace(-1, 2, got.numel(), device="cpu", dtype=torch.float32).view_as(got)
     pairs = (torch.autograd.grad(y, inputs, grad, allow_unused=True) for y in (got, want))
-    for ours, theirs in zip(*pairs, strict=True):
-        if ours is None or theirs is None:
-            return False
-        if not bool(((ours - theirs).abs() <= 1e-4 * theirs.abs().amax(-1, keepdim=True)).all()):
-            return False
-    return True
+    return all(
+        ours is not None
+        and theirs is not None
+        and bool(((ours - theirs).abs() <= 1e-4 * theirs.abs().amax(-1, keepdim=True)).all())
+        for ours, theirs in zip(*pairs, strict=True)
+    )
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -323,9 +319,7 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> set[nn.M
 def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]]:
     """Yield (name, module, names of its layers) of the gated MLPs, with any activation."""
     for name, module in model.named_modules():
-        if isinstance(module, Float8GatedMLP):
-            yield name, module, module.fp8.spec
-        else:
-            spec = find_gated_layers(module)
-            if spec is not None:
-                yield name, module, spec
+        is_converted = isinstance(module, Float8GatedMLP)
+        spec = module.fp8.spec if is_converted else find_gated_layers(module)
+        if spec is not None:
+            yield name, module, spec

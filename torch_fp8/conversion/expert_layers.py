@@ -56,10 +56,8 @@ def expert_reason(
     if recipe_name == "mxfp8":
         return "grouped GEMMs with mxfp8 scales are not implemented yet; other recipes run experts"
     reasons = [weight_reason(weight) or too_many(tuple(weight.shape)) for weight in weights]
-    return next(
-        (reason for reason in reasons if reason is not None),
-        _implementation_reason(module) or reason_not_grouped(device, config.emulate),
-    )
+    otherwise = _implementation_reason(module) or reason_not_grouped(device, config.emulate)
+    return next(filter(None, reasons), otherwise)
 
 
 def is_batched(module: nn.Module) -> bool:

@@ -109,14 +109,13 @@ def _by_hand(module: RunsFP8) -> bool:
     return not any(weight.requires_grad for weight in module.fp8_weights)
 
 
+_KEEPING = {"opt_level": "O1", "frozen_weights": "keep", "backend": "transformer-engine"}
+
+
 def option_that_keeps(config: FP8Config) -> str | None:
     """Return the option of `config` that keeps frozen weights in their dtype, or None."""
-    options = {
-        "opt_level='O1'": config.opt_level == "O1",
-        "frozen_weights='keep'": config.frozen_weights == "keep",
-        "backend='transformer-engine'": config.backend == "transformer-engine",
-    }
-    return next((option for option, given in options.items() if given), None)
+    given = (f"{n}={value!r}" for n, value in _KEEPING.items() if getattr(config, n) == value)
+    return next(given, None)
 
 
 def freeze_as_configured(

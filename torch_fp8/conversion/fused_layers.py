@@ -218,14 +218,11 @@ def _layers_beside(
         return []
     beside = [m for m in parent.children() if not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
     owners = [parent, *(m for child in beside for m in child.modules())]
-    return [
-        [
-            layer
-            for layer in owner.children()
-            if isinstance(layer, cls) and layer.in_features == weight.shape[0]
-        ]
-        for owner in owners
-    ]
+
+    def fits(layer: nn.Module) -> bool:
+        return isinstance(layer, cls) and layer.in_features == weight.shape[0]
+
+    return [list(filter(fits, owner.children())) for owner in owners]
 
 
 def _revert(module: Any) -> None:

@@ -169,6 +169,5 @@ def _has_own_products(name: str, config: FP8Config) -> bool:
 
 def _is_plain_linear(module: nn.Linear) -> bool:
     """Return whether a layer computes ``x w^T + b`` by its class, without a forward of its own."""
-    if "forward" in vars(module) or quantized_by(module) is not None:
-        return False
-    return computes_linear(module)
+    is_unchanged = "forward" not in vars(module) and quantized_by(module) is None
+    return is_unchanged and computes_linear(module)

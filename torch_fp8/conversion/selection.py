@@ -65,12 +65,11 @@ def select(
     skipped = [SkippedModule(name, reason) for name, _, reason in products if reason is not None]
     if len(skipped) < len(products) or any(s.reason.startswith(QUANTIZED) for s in skipped):
         return products
-    if not skipped:
-        why = f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
-        raise NothingToConvertError(why)
-    raise NothingToConvertError(
-        f"no linear layer of {type(model).__name__} can run in FP8 ({first_reasons(skipped)})"
-    )
+    name = type(model).__name__
+    why = f"{name} has no nn.Linear: there is nothing to run in FP8"
+    if skipped:
+        why = f"no linear layer of {name} can run in FP8 ({first_reasons(skipped)})"
+    raise NothingToConvertError(why)
 
 
 def _products(

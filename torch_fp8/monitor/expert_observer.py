@@ -6,6 +6,7 @@ for the device, so an expert without a token had none since the last measured st
 """
 
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -67,23 +68,21 @@ class ExpertObserver:
     def __init__(self, step: Observation, name: str) -> None:
         self.step, self.name = step, name
 
-    def input(
-        self, x: Source, payload: QuantizedTensor, offs: Tensor, token: Tensor | None
+    def _look_at_rows(
+        self, kind: str, x: Source, payload: QuantizedTensor, offs: Tensor, token: Tensor | None
     ) -> None:
-        """Observe the rows that forward multiplies.
+        self._look(kind, lambda: rows_statistics(_source(x), payload, offs, token))
 
-        Args:
-            x: the source, or a function that computes it; see `rows_statistics`.
-            payload: the source in FP8.
-            offs, token: the order of rows.
-        """
-        self._look(INPUT, lambda: rows_statistics(_source(x), payload, offs, token))
+    input = partialmethod(_look_at_rows, INPUT)
+    """Observe the rows that forward multiplies.
 
-    def grad_output(
-        self, grad: Source, payload: QuantizedTensor, offs: Tensor, token: Tensor | None
-    ) -> None:
-        """Observe the rows that backward multiplies; see `input`."""
-        self._look(GRAD_OUTPUT, lambda: rows_statistics(_source(grad), payload, offs, token))
+    Args:
+        x: the source, or a function that computes it; see `rows_statistics`.
+        payload: the source in FP8.
+        offs, token: the order of rows.
+    """
+    grad_output = partialmethod(_look_at_rows, GRAD_OUTPUT)
+    """Observe the rows that backward multiplies; see `input`."""
 
     def weight(self, weight: Tensor, payload: QuantizedTensor, flip: bool) -> None:
         """Observe the weights of all experts, or of those that this rank casts.

@@ -61,8 +61,7 @@ def weight_statistics(weight: Tensor, payload: QuantizedTensor) -> Tensor:
     of_expert = torch.arange(count, device=weight.device) * rows // count
     codes = payload.qdata.view(torch.uint8)
     # (E, N, ...) -> (E * count, ...)
-    parts = (t[:, of_expert].flatten(0, 1) for t in (weight, codes, payload.scale))
-    x, codes, scale = parts
+    x, codes, scale = (t[:, of_expert].flatten(0, 1) for t in (weight, codes, payload.scale))
     sample = payload._replace(qdata=codes.view(payload.qdata.dtype), scale=scale)
     group = torch.arange(experts, device=weight.device).repeat_interleave(count)
     return _worst(weight.flatten(0, 1), payload, _row_sums(x, sample), group, experts)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -73,22 +74,6 @@ class LayerObserver:
             self._idle = LayerObserver(self.step, self.name, self.layer, self.step.idle)
         return self._idle if training else None
 
-    def input(
-        self,
-        x: Tensor,
-        row: QuantizedTensor,
-        col: QuantizedTensor | None,
-        factors: Tensor | None = None,
-    ) -> None:
-        """Observe the input.
-
-        Args:
-            x: the source (..., K).
-            row, col: the operands (M, K) of fprop and (K, M) of wgrad; or None.
-            factors: factors (K,) by which the operands' channels differ from the source's; or None.
-        """
-        self._look(INPUT, x, row, col, factors)
-
     def weight(self, weight: Tensor, row: QuantizedTensor, factors: Tensor | None = None) -> None:
         """Observe the weight.
 
@@ -157,6 +142,15 @@ class LayerObserver:
                     self._looked.add(key)
                     self._keep(kind, x, payload, turned, first)
 
+    input = partialmethod(_look, INPUT)
+    """Observe the input.
+
+    Args:
+        x: the source (..., K).
+        row, col: the operands (M, K) of fprop and (K, M) of wgrad; or None.
+        factors: factors (K,) by which the operands' channels differ from the source's; or None.
+    """
+
     @staticmethod
     def _key(kind: str, payload: QuantizedTensor, turned: bool, factors: Tensor | None) -> Any:
         """Return a key for a payload; with square scale blocks the transpose has the same key."""
@@ -204,10 +198,7 @@ class LayerObserver:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Run operators outside autograd and outside checkpoints' and watchers' dispatch modes."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if not is_traced():
-            stack.enter_context(_disable_current_modes())
+    with torch.no_grad(), contextlib.nullcontext() if is_traced() else _disable_current_modes():
         yield
 
 

@@ -59,8 +59,7 @@ class Observer:
         head: nn.Module | None = None,
         failed: Callable[[Exception], None],
     ) -> None:
-        self.layers, self.clip_search, self.head = list(layers), clip_search, head
-        self.experts, self.failed = experts, failed
+        self.layers, self.experts, self.head = list(layers), experts, head
         self.step = Observation(clip_search, failed)
         self.step.goes_on = False
         self._handles: list[RemovableHandle] = []
@@ -72,7 +71,7 @@ class Observer:
         Args:
             eager: whether to run the step eagerly, because a part of the model is compiled.
         """
-        step = self.step = Observation(self.clip_search, self.failed)
+        step = self.step = Observation(self.step.clip_search, self.step.failed)
         for name, layer in self._in_fp8():
             of_layer = LayerObserver(step, name, layer, step.seen)
             layer.fp8.observe(of_layer)

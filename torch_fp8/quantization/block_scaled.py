@@ -57,11 +57,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
     groups = num_groups(cols)
     # (R, K) -> (R, G, 32), zeros behind the last column
     padded = F.pad(x, (0, groups * GROUP_SIZE - cols)).view(rows, groups, GROUP_SIZE)
-    amax = (
-        (padded.view(torch.int32) & _ABS).amax(-1)
-        if x.numel()
-        else padded.new_zeros((rows, groups), dtype=torch.int32)
-    )
+    amax = (padded.view(torch.int32) & _ABS).amax(-1)
     scale = _scale_of(amax, format)  # (R, G)
     # 2 ** (127 - scale); for the byte 255 the value does not matter.
     reciprocal = ((254 - scale).clamp(min=1) << 23).view(torch.float32)

@@ -61,7 +61,7 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
     groups = -(-cols // GROUP)
     # (R, K) -> (R, G, 64)
     padded = F.pad(x, (0, groups * GROUP - cols)).view(rows, groups, GROUP)
-    amax = padded.abs().amax(-1) if x.numel() else padded.new_zeros((rows, groups))
+    amax = padded.abs().amax(-1)
     scale = (amax / LARGEST).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale).bfloat16()
     y = (padded / scale.float()[..., None]).view(rows, groups * GROUP)[:, :cols]  # (R, K)
