@@ -9,6 +9,8 @@ with `convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` comp
         --steps 1000 --learning-rate 1e-3 --output runs/pretraining/19M-O2-0.2-seed0  # 19 million
     python -m benchmarks.evidence.pretraining --level O2 --classes 4096 --loss-head fp8 \\
         --output runs/pretraining/head-fp8-seed0  # the smallest output layer that is converted
+    python -m benchmarks.evidence.pretraining --level O2 --graph-scales last_step \\
+        --output runs/pretraining/last_step-seed0  # compiled
 
 A run becomes a row of the CSV, with a result in its folder. A run whose folder has a result is not
 run again, and an interrupted run continues from the last of the states that it writes every 50
@@ -61,6 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--bf16-last", type=float, default=0.0, help="see FP8Config")
     parser.add_argument("--loss-head", help="see FP8Config; none: its default")
+    parser.add_argument("--graph-scales", help="see FP8Config; compiles the model")
     parser.add_argument("--classes", type=int, default=CLASSES, help="of the vocabulary")
     parser.add_argument("--hidden", type=int, default=SHAPE[0])
     parser.add_argument("--layers", type=int, default=SHAPE[1])
@@ -72,7 +75,8 @@ def main() -> None:
         return
     config = None
     if arguments.level is not None:
-        options = {"loss_head": arguments.loss_head} if arguments.loss_head else {}
+        names = "loss_head", "graph_scales"
+        options = {name: value for name in names if (value := getattr(arguments, name))}
         config = FP8Config(opt_level=arguments.level, bf16_last=arguments.bf16_last, **options)
     shape = arguments.hidden, arguments.layers
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -86,6 +90,7 @@ def main() -> None:
         arguments.learning_rate,
         state,
         arguments.classes,
+        arguments.graph_scales is not None,
     )
     append_rows(arguments.csv, COLUMNS, [row_of(arguments, result)])
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
@@ -96,6 +101,7 @@ def row_of(arguments: argparse.Namespace, result: dict) -> dict:
     """Return the row of a run: its level and options, its losses, and its command."""
     run = [arguments.level or "bf16"]
     run += [f"loss_head={arguments.loss_head}"] if arguments.loss_head else []
+    run += [f"compiled, graph_scales={arguments.graph_scales}"] if arguments.graph_scales else []
     run += [f"bf16_last={arguments.bf16_last}"] if arguments.bf16_last else []
     places = {"--output", "--csv"}
     words = [w for a, w in zip(sys.argv, sys.argv[1:], strict=False) if not {a, w} & places]
@@ -121,6 +127,7 @@ def pretrain(
     learning_rate: float = LEARNING_RATE,
     state: Path | None = None,
     classes: int = CLASSES,
+    compiled: bool = False,
 ) -> dict:
     """Train from scratch and return losses, bytes per parameter and seconds.
 
@@ -133,6 +140,7 @@ def pretrain(
         learning_rate: after the warm-up.
         state: file with the run's state, which is read if it exists and written every 50 steps.
         classes: size of the tokenizer's vocabulary.
+        compiled: whether to compile the model.
     """
     started = time.perf_counter()
     tokens, held_out, vocab_size = corpus(classes)
@@ -147,6 +155,8 @@ def pretrain(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
     if config is not None:
         convert_optimizer(optimizer, config, model=model)
+    if compiled:
+        model.compile()
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
