@@ -10,6 +10,7 @@ The models of `small_models_loss` train at O2, compiled (backend ``aot_eager``),
   below `BOUND`.
 * Another jump multiplies the input of one layer in the 20th step, and ``loss`` is the mean of the
   20 steps after it. ``known jump`` is ``"last_step"`` with current scales only in that step.
+  ``--clip 1`` clips the gradient to that norm, which Trainers do by default.
 """
 
 import argparse
@@ -44,7 +45,7 @@ COLUMNS = (
 )
 
 
-def run(name: str, scales: str, seed: int, jump: float) -> dict[str, object]:
+def run(name: str, scales: str, seed: int, jump: float, clip: float) -> dict[str, object]:
     """Train a model, and return its losses and how many operands have saturated."""
     torch.manual_seed(seed)
     model = MODELS[name]()
@@ -72,6 +73,7 @@ def run(name: str, scales: str, seed: int, jump: float) -> dict[str, object]:
         loss = loss_of(name, model, tokens, hidden)
         losses.append(loss.item())
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     scaling = layers[0].fp8.scaling
@@ -94,18 +96,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama", "gemma3", "t5", "distilbert"])
     parser.add_argument("--jumps", nargs="+", type=float, default=[0, 8, 64, 1000])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(30)))
+    parser.add_argument("--clip", type=float, default=torch.inf, help="largest gradient norm")
     add_csv(parser, "graph_scales_loss")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = environment(torch.device("cpu"))
+    clipped = "" if options.clip == torch.inf else f", clipped to {options.clip:g}"
     for jump in options.jumps:
         for seed in options.seeds[: 3 if jump else None]:
             for model in options.models:
                 for scales in SCALES[: 3 if jump else 2]:
-                    row = {"model": model, "jump": f"{jump:g}", "seed": seed, "scales": scales}
-                    append_rows(
-                        options.csv, COLUMNS, [about | row | run(model, scales, seed, jump)]
-                    )
+                    row = {"model": model, "jump": f"{jump:g}{clipped}", "seed": seed}
+                    result = run(model, scales, seed, jump, options.clip)
+                    append_rows(options.csv, COLUMNS, [about | row | {"scales": scales} | result])
     for line in summary(read_rows(options.csv)):
         print(line)
 
