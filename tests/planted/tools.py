@@ -13,29 +13,10 @@ FAULTS = {
     ),
     (
         "torch_fp8_tools/plan/counts.py",
-        "tests/torch_fp8_tools/plan/test_loops.py::test_extrapolated_bytes_are_those_of_the_whole_step",
-    ): (
-        "the highest moment of a short step is continued as that of a long one",
-        "        alike = len({*map(len, first)}) == 1\n",
-        "        alike = False\n",
-        "extrapolated bytes grow with the sequence alone",
-        "bend = third - 2 * second + first",
-        "bend = 0",
-    ),
-    (
-        "torch_fp8_tools/plan/counts.py",
-        f"{_TESTS}/plan/test_loops.py::test_loops_over_chunks_are_counted",
-    ): (
-        "loops over chunks are extrapolated from less than a chunk",
-        "if steps[0].calls == steps[1].calls:",
-        "if False:",
-    ),
-    (
-        "torch_fp8_tools/plan/counts.py",
         f"{_TESTS}/plan/test_loops.py::test_layouts_that_are_planned",
     ): (
         "a model of few layers that cannot run is no reason to run all",
-        "if len(few) == len(places):",
+        "if len(few) == len(places) or isinstance(error, TooManyOperators):",
         "if few:",
     ),
     ("torch_fp8/ops/quantize.py", f"{_SMOKE}::test_a_wrong_output_of_one_token_is_told"): (
@@ -98,20 +79,12 @@ FAULTS = {
         "name.startswith(_GATHERS)",
     ),
     (
-        "torch_fp8_tools/plan/followed_step.py",
-        f"{_TESTS}/plan/test_loops.py::test_layers_that_a_model_runs_again_are_no_loop_over_tokens",
-    ): (
-        "layers that run again in a step count as one loop over tokens",
-        "            self._begin_block()\n            if hidden",
-        "            if hidden",
-    ),
-    (
         "torch_fp8_tools/plan/known_results.py",
         f"{_TESTS}/plan/test_plan.py::test_known_results_are_those_of_the_operators",
     ): (
         "a known result of a step has the dtype of the operator's first tensor",
-        "results = tuple([empty(first, *layout) for layout in layouts])",
-        "results = tuple([empty(first, *layout[:2], first.dtype) for layout in layouts])",
+        "results = tuple([_empty(first, *layout) for layout in layouts])",
+        "results = tuple([_empty(first, *layout[:2], first.dtype) for layout in layouts])",
     ),
     (
         "torch_fp8_tools/plan/layers.py",
@@ -122,15 +95,12 @@ FAULTS = {
         "(cls,), {})",
     ),
     (
-        "torch_fp8_tools/plan/kernel_functions.py",
-        f"{_TESTS}/plan/test_loops.py::test_functions_with_kernels_are_followed_once",
+        "torch_fp8_tools/plan/followed_step.py",
+        f"{_TESTS}/plan/test_loops.py::test_a_layer_that_loops_over_tokens_is_refused",
     ): (
-        "the backward of a function that is followed once has no peak",
-        "        step.add_call(*known.backward)\n",
-        "",
-        "functions with kernels are followed at each call",
-        "if key is not None and key not in _known:",
-        "if key is not None:",
+        "a step of any number of operators is counted",
+        "if self._calls > MOST_OPERATORS:",
+        "if False:",
     ),
     ("torch_fp8/monitor/monitor.py", "tests/test_architecture.py"): (
         "the engine imports its tools",

@@ -9,8 +9,6 @@ Bytes that exist only within a step are counted in one step of a model with a fe
 each layer has a twin among the few (`torch_fp8_tools.plan.layers`).
 """
 
-import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Moment, Part, StepBytes
-from torch_fp8_tools.plan.kernel_functions import followed_once
+from torch_fp8_tools.plan.followed_step import FollowedStep, StepBytes, TooManyOperators
 from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import (
     fake_ranks,
@@ -78,82 +75,35 @@ _MOST_FAKE_RANKS = 64
 """The maximum number of ranks for counting a step. The bytes of a larger ring differ by 1/64 at
 most, and are scaled.
 """
-SHORT = 16
-"""The tokens by which the sequences differ from which a long one is extrapolated. FP8 pads to as
-many.
-"""
-MOST_OPERATORS = 20_000
-"""The maximum number of operators of a layer's forward or backward."""
 
 
 def step_bytes(setup: Setup, level: str) -> StepBytes:
     """Count the bytes that a model's step holds and sends beyond the persistent ones.
 
-    If a layer loops over tokens in Python, the bytes are extrapolated from short sequences. If a
-    model of few layers cannot run, because other parts are made for the number of layers, all run.
+    If a model of few layers cannot run, because other parts are made for the number of layers, all
+    run.
 
     Raises:
         ValueError: the model cannot run on tensors without memory.
     """
-    places, sharded = stages(setup)[0][1], setup.fsdp > 1
-    few, twins = setup.layers.shortest(places, sharded=sharded)
-    if not setup.layers.loops:
-        try:
-            return run_step(setup, level, few).with_layers(twins)
-        except LongLoop:
-            setup.layers.loops = True
-        except ValueError:
-            if len(few) == len(places):
-                raise
-            setup.layers.separate = False
-            return step_bytes(setup, level)
-    few, twins = setup.layers.shortest(places, sharded=sharded, firsts=False)
-    lengths = [setup.sequence % SHORT + count * SHORT for count in (1, 2, 3)]
-    steps = [run_step(setup, level, few, sequence=length) for length in lengths]
-    if steps[0].calls == steps[1].calls:  # it loops within or over longer chunks
-        return run_step(setup, level, few, sequence=setup.sequence).with_layers(twins)
-    extrapolated = steps[0]
-    extrapolated.parts = _extrapolate([step.parts for step in steps], setup.sequence // SHORT)
-    return dataclasses.replace(extrapolated.with_layers(twins), lengths=tuple(lengths))
+    places = stages(setup)[0][1]
+    few, twins = setup.layers.shortest(places, sharded=setup.fsdp > 1)
+    try:
+        return run_step(setup, level, few).with_layers(twins)
+    except ValueError as error:
+        if len(few) == len(places) or isinstance(error, TooManyOperators):
+            raise
+        setup.layers.separate = False
+        return step_bytes(setup, level)
 
 
-def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
-    """Continue the parts of steps of 1, 2 and 3 lengths to `count` lengths, as polynomials.
-
-    Masks and scores of attention grow with the square of the sequence, all else with the sequence.
-    The moment that is highest at a short length need not be that at a long one, so a peak is the
-    highest continued moment. Loops outside of `followed_once` have other moments at each length,
-    and there the peaks themselves are continued.
-    """
-
-    def newton(first: int, second: int, third: int) -> int:
-        bend = third - 2 * second + first
-        return first + (count - 1) * (second - first) + (count - 1) * (count - 2) // 2 * bend
-
-    def moments(*lists: list[Moment]) -> list[Moment]:
-        pairs = (zip(*moment, strict=True) for moment in zip(*lists, strict=True))
-        return [(newton(*total), newton(*saved)) for total, saved in pairs]
-
-    continued = []
-    for each in zip(*parts, strict=True):
-        first, *values = zip(*(vars(part).values() for part in each), strict=True)
-        alike = len({*map(len, first)}) == 1
-        lists = first if alike else [[part.peak] for part in each]
-        continued.append(Part(moments(*lists), *(newton(*value) for value in values)))
-    return continued
-
-
-def run_step(
-    setup: Setup, level: str, layers: Sequence[int], *, sequence: int | None = None
-) -> FollowedStep:
+def run_step(setup: Setup, level: str, layers: Sequence[int]) -> FollowedStep:
     """Run a step of a model with only these layers on fake tensors.
 
     Args:
         setup, level: see `step_bytes`.
         layers: the layers.
-        sequence: the tokens of a sequence, or None for those of the setup.
     Raises:
-        LongLoop: a layer calls more than MOST_OPERATORS operators; only if `sequence` is None.
         ValueError: the model cannot run on tensors without memory.
     """
     try:
@@ -172,10 +122,9 @@ def run_step(
                 shard(model, mesh)
                 if level != BF16:
                     connect_fsdp(model, setup.fp8_config(level))
-            step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
-            with step, followed_once(step, model), grouped_in_bf16(), torch.enable_grad():
-                size = setup.micro_batch, sequence or setup.sequence
-                tokens = torch.zeros(size, dtype=torch.long)
+            step = FollowedStep(model)
+            with step, grouped_in_bf16(), torch.enable_grad():
+                tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.long)
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                     step.mark()
@@ -185,7 +134,7 @@ def run_step(
                 step.mark()
         step.ring = (setup.fsdp - 1) / setup.fsdp
         return step
-    except (LongLoop, ValueError):
+    except ValueError:
         raise
     except Exception as error:
         raise ValueError(

@@ -3,10 +3,8 @@
 Marks cut it before and after the forward and the backward of each layer.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
-from torch_fp8_tools.plan.known_results import Layout, empty, result_of
+from torch_fp8_tools.plan.known_results import result_of
 from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 
@@ -31,7 +29,6 @@ class StepBytes:
         backward: the peak after that, including gradients.
         saved: the part of `forward` that is saved for backward.
         gathered, scattered: the bytes that FSDP2 sends for weights and for gradients.
-        lengths: the sequences from which the bytes are extrapolated; empty if they are counted.
     """
 
     forward: float
@@ -39,14 +36,16 @@ class StepBytes:
     saved: float
     gathered: float
     scattered: float
-    lengths: tuple[int, ...] = ()
 
 
-class LongLoop(Exception):
-    """A layer calls so many operators that it must loop over tokens."""
+class TooManyOperators(ValueError):
+    """A step calls so many operators that its layers must loop over tokens."""
 
 
+MOST_OPERATORS = 500_000
+"""The maximum number of operators of a step. Layers that loop over 4,096 tokens call millions."""
 Moment = tuple[int, int]
+"""The live bytes, and those of them that were saved for backward."""
 
 
 @dataclass
@@ -54,24 +53,18 @@ class Part:
     """A part of a step, with bytes beyond those that its start held and had sent.
 
     Attributes:
-        moments: the live bytes, and those of them that were saved for backward, at each moment that
-            can be the peak.
+        peak: the moment with the most bytes.
         live, saved: the same at its end.
         gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
     """
 
-    moments: list[Moment]
+    peak: Moment
     live: int
     saved: int
     gathered: int
     scattered: int
     cast: int = 0
-
-    @property
-    def peak(self) -> Moment:
-        """The moment with the most bytes."""
-        return max(self.moments, key=itemgetter(0))
 
 
 class FollowedStep(MemoryTracker):
@@ -81,19 +74,16 @@ class FollowedStep(MemoryTracker):
         parts: what precedes the layers, the forward of each layer, the last one with the loss, and
             the backward of each layer, the last layer's first; then the rest. The rest includes the
             first layer's backward if its input needs no gradient.
-        moments: the live bytes, and those of them saved for backward, since the part began.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
-        calls: the number of operators.
 
     Raises:
-        LongLoop: more than `most` operators run in a layer's forward or backward.
+        TooManyOperators: more than MOST_OPERATORS operators run.
     """
 
-    def __init__(self, model: nn.Module, most: float = math.inf) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
-        self.moments: list[Moment] = []
-        self._rises = False
+        self._highest: Moment = (0, 0)
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
         self.parts: list[Part] = []
@@ -103,9 +93,7 @@ class FollowedStep(MemoryTracker):
         self._sent = {"gathered": 0, "scattered": 0}
         self._agreed = 0
         self._groups = fsdp_groups(model)
-        self.calls = 0
-        self._most, self.begun = most, 0
-        self.begin_of_root = 0, 0
+        self._calls = 0
         self._start()
         for block in self._blocks:  # before FSDP2 gathers its weights
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -121,9 +109,14 @@ class FollowedStep(MemoryTracker):
             first = args[0]
             return first.fake_device if type(first) is FakeTensor else func(*args)
         out = result_of(func, args, kwargs or {})
-        self.calls += 1
-        if self.calls > self.begun + self._most and 0 < len(self.parts) <= 2 * len(self._blocks):
-            raise LongLoop
+        self._calls += 1
+        if self._calls > MOST_OPERATORS:
+            raise TooManyOperators(
+                f"a step of the model has more than {MOST_OPERATORS:,} operators, because layers "
+                "loop over tokens in Python where a run has a kernel (mamba_ssm, for example), "
+                "which holds other tensors. Plan a shorter sequence: weights, gradients and states "
+                "do not depend on it"
+            )
         if not func.is_view:
             self.created(func, args, out)
         if func.namespace == "fsdp":  # it has allocated what it gathers into, and resizes it later
@@ -139,46 +132,13 @@ class FollowedStep(MemoryTracker):
             self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)
         return out
 
-    def new(self, like: FakeTensor, layout: Layout) -> FakeTensor:
-        """Allocate a tensor of a layout in the mode and on the device of `like`."""
-        tensor = empty(like, *layout)
-        self.assign(tensor, "workspace")
-        return tensor
-
     @property
     def now(self) -> Moment:
         """The live bytes, and those of them that are saved for backward."""
         return self.total, self.current["saved activations"]
 
     def _see_peak(self) -> None:
-        self._rises = True
-
-    def _falls(self) -> None:
-        if self._rises:  # the moments since the last fall only had fewer bytes
-            self.moments.append(self.now)
-            self._rises = False
-
-    def restart(self) -> Moment:
-        """Start new moments, and return the first."""
-        self.moments, self._rises = [self.now], False
-        return self.now
-
-    def drop(self, number: int) -> None:
-        """Forget the moments after the first `number`."""
-        del self.moments[number:]
-        self._rises = False
-
-    def beyond(self, start: Moment) -> Moment:
-        """Return the bytes at the peak of the moments beyond those at a start."""
-        self._falls()
-        total, saved = max(self.moments, key=itemgetter(0))
-        return total - start[0], saved - start[1]
-
-    def add_call(self, beyond: Moment, calls: int) -> None:
-        """Count the operators of a call, and the bytes at its peak beyond those that live now."""
-        self.calls += calls
-        total, saved = self.now
-        self.moments.append((total + beyond[0], saved + beyond[1]))
+        self._highest = max(self._highest, self.now)
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
         if not name.startswith((*_GATHERS, *_SCATTERS)):
@@ -192,9 +152,6 @@ class FollowedStep(MemoryTracker):
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         if block not in self._unseen:  # the model, or activation checkpointing, runs it again
-            self._begin_block()
-            if hidden.requires_grad:
-                hidden.register_hook(self._begin_block)
             return None
         self._unseen.remove(block)
         self.mark()
@@ -207,23 +164,18 @@ class FollowedStep(MemoryTracker):
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
     def _start(self) -> None:
-        self._begin_block()
-        live, saved = self.restart()
+        live, saved = self._highest = self.now
         self._begin = {"live": live, "saved": saved, **self._sent}
-
-    def _begin_block(self, _: Any = None) -> None:
-        self.begun = self.calls
 
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""
         self.see_resized()
-        self._falls()
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
         live, saved = self._begin["live"], self._begin["saved"]
         now = dict(zip(("live", "saved"), self.now, strict=True)) | self._sent
-        moments = [(total - live, of_total - saved) for total, of_total in self.moments]
-        self.parts.append(Part(moments, **{name: now[name] - self._begin[name] for name in now}))
+        peak = self._highest[0] - live, self._highest[1] - saved
+        self.parts.append(Part(peak, **{name: now[name] - self._begin[name] for name in now}))
         self._start()
 
     def living(self) -> dict[int, tuple[int, int]]:

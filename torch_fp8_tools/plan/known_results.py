@@ -38,19 +38,19 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_tensors(out, lambda view: _fake(view, first))
     if func.namespace not in ("aten", "torch_fp8") or func._schema.is_mutable:
         return func(*args, **kwargs)
-    key = key_of((func, *args, *kwargs.items()))
+    key = _key_of((func, *args, *kwargs.items()))
     known = _known.get(key)
     if known is not None:
         several, layouts = known
-        results = tuple([empty(first, *layout) for layout in layouts])
+        results = tuple([_empty(first, *layout) for layout in layouts])
         return results if several else results[0]
     out = func(*args, **kwargs)
     if key is not None and key not in _known:
-        _known[key] = new_layouts(out, first, (*args, *kwargs.values()))
+        _known[key] = _new_layouts(out, first, (*args, *kwargs.values()))
     return out
 
 
-def key_of(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
     """Describe an argument, or None if its description does not decide on the result's layout."""
     if type(value) is FakeTensor:
         if value.constant is not None:
@@ -59,17 +59,12 @@ def key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, (list, tuple)):
-        keys = tuple([key_of(each) for each in value])
+        keys = tuple([_key_of(each) for each in value])
         return None if None in keys else keys
     return type(value), value  # because 1 == 1.0 == True
 
 
-def layout_of(tensor: Tensor) -> Layout:
-    """Return a tensor's layout."""
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def empty(
+def _empty(
     like: FakeTensor, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
 ) -> FakeTensor:
     """Return a new tensor, unseen by modes, in the mode and on the device of `like`."""
@@ -90,7 +85,7 @@ def _fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
     return new
 
 
-def new_layouts(
+def _new_layouts(
     out: Any, first: FakeTensor, args: tuple[Any, ...]
 ) -> tuple[bool, list[Layout]] | None:
     """Describe results, or None unless each is a new tensor, without values, on the device."""
@@ -105,10 +100,11 @@ def new_layouts(
     for result in out if isinstance(out, (tuple, list)) else (out,):
         if type(result) is not FakeTensor or result.fake_device != first.fake_device:
             return None
-        layout, storage = layout_of(result), result.untyped_storage()
+        storage = result.untyped_storage()
+        layout = result.shape, result.stride(), result.dtype
         if result.constant is not None or result.storage_offset() or id(storage) in seen:
             return None
-        if empty(first, *layout).untyped_storage().nbytes() != storage.nbytes():
+        if _empty(first, *layout).untyped_storage().nbytes() != storage.nbytes():
             return None
         seen.append(id(storage))
         layouts.append(layout)

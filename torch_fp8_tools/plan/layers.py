@@ -28,12 +28,10 @@ class Layers:
         separate: whether each layer has its own parameters, and all are in one list, so that the
             bytes of some layers show those of all.
         share: whether layers share parameters.
-        loops: whether a layer is known to loop over tokens in Python.
     """
 
     def __init__(self, config: Any) -> None:
         """Build the model of a configuration; see `torch_fp8_tools.plan.layouts.build`."""
-        self.loops = False
         self.whole = build(config)
         self._blocks = blocks_of(self.whole)
         self._config = type(text_of(config))
@@ -76,39 +74,35 @@ class Layers:
             vars(config).update(fewer, num_hidden_layers=len(layers))
         return model
 
-    def shortest(
-        self, layers: Sequence[int], *, sharded: bool, firsts: bool = True
-    ) -> tuple[list[int], list[int]]:
+    def shortest(self, layers: Sequence[int], *, sharded: bool) -> tuple[list[int], list[int]]:
         """Return the layers whose step shows that of all, and the index of each layer's twin there.
 
         Args:
             layers: the layers of the model, or of its pipeline stage.
             sharded: whether FSDP2 shards the model.
-            firsts: whether the first layer of a kind stands for itself only. Otherwise the mask
-                that it frees counts for each of its kind.
         """
         few = list(layers)
         if not self.separate:
             return few, list(range(min(len(few), len(self._blocks))))
-        sights = self._sights(few, sharded, firsts)
+        sights = self._sights(few, sharded)
         length = len(few) - 1
         while length > 0:
             for start in range(len(few) - length + 1):
                 fewer = few[:start] + few[start + length :]
-                if {*self._sights(fewer, sharded, firsts)} >= {*sights}:
+                if {*self._sights(fewer, sharded)} >= {*sights}:
                     few = fewer
                     break
             else:
                 length -= 1
             length = min(length, len(few) - 1)
-        places = {sight: place for place, sight in enumerate(self._sights(few, sharded, firsts))}
+        places = {sight: place for place, sight in enumerate(self._sights(few, sharded))}
         return few, [places[sight] for sight in sights]
 
-    def _sights(self, layers: list[int], sharded: bool, firsts: bool) -> list[Any]:
+    def _sights(self, layers: list[int], sharded: bool) -> list[Any]:
         """Describe each layer with its neighbours."""
         beside = [self.contents[i] if sharded else 0 for i in layers]
         kinds = [self.kinds[i] for i in layers]
-        is_first = [firsts and kind not in kinds[:place] for place, kind in enumerate(kinds)]
+        is_first = [kind not in kinds[:place] for place, kind in enumerate(kinds)]
         return list(zip(kinds, is_first, [None, *beside], [*beside[1:], None], strict=False))
 
 

@@ -76,7 +76,6 @@ class MemoryTracker(TorchDispatchMode):
             needed = workspace_of(*args)
             self.current["workspace"] += needed
             self._see_peak()
-            self._falls()
             self.current["workspace"] -= needed
 
     def _created(self, result: Any) -> None:
@@ -111,9 +110,6 @@ class MemoryTracker(TorchDispatchMode):
         if self.total > self.peak_total:
             self.peak = dict(self.current)
 
-    def _falls(self) -> None:
-        """Take notice that bytes are about to be freed; a subclass looks at the peak."""
-
     @property
     def total(self) -> int:
         """The live bytes."""
@@ -132,7 +128,6 @@ class MemoryTracker(TorchDispatchMode):
             first = known.get(id(storage))
             if first is None or first[1] == storage.nbytes():
                 continue
-            self._falls()
             for storage in group:
                 if id(storage) in known:
                     category, num_bytes = known[id(storage)]
@@ -141,13 +136,8 @@ class MemoryTracker(TorchDispatchMode):
         self._see_peak()
 
     def _free(self, key: int) -> None:
-        self._falls()
         category, num_bytes = self._known.pop(key)
         self.current[category] -= num_bytes
-
-    def saves(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage is saved for backward."""
-        return self._known[id(tensor.untyped_storage())][0] == "saved activations"
 
     def save(self, tensor: Tensor) -> Tensor:
         """Count a tensor as saved for backward, as a hook of autograd, and return it."""

@@ -75,15 +75,12 @@ class Plan:
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         num_params: the number of parameters of the model, without adapters.
         experts: a text on the rows that each expert computes; empty without experts.
-        lengths: the sequences from which bytes of steps are extrapolated, because layers loop over
-            tokens in Python; empty if all bytes are counted.
     """
 
     setup: Setup
     levels: dict[str, LevelPlan]
     num_params: int
     experts: str = ""
-    lengths: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -101,7 +98,6 @@ class Plan:
             "card": dataclasses.asdict(self.setup.card),
             "setup": setup,
             "experts": self.experts,
-            "lengths": self.lengths,
             "levels": levels,
         }
 
@@ -172,9 +168,8 @@ def plan_setup(setup: Setup, levels: Sequence[str], counted: dict[str, StepBytes
         )
     report = functools.cache(functools.partial(standing_bytes, setup))
     plans = {level: _plan_level(setup, level, counted, report) for level in levels}
-    lengths = next((step.lengths for step in counted.values() if step.lengths), ())
     num_params = sum(p.numel() for p in setup.layers.whole.parameters())
-    return Plan(setup, plans, num_params, _rows_of_experts(setup), lengths)
+    return Plan(setup, plans, num_params, _rows_of_experts(setup))
 
 
 def _rows_of_experts(setup: Setup) -> str:
@@ -265,11 +260,6 @@ def notes(plan: Plan) -> list[str]:
         "Bytes are counted by the training code; activations are all tensors that live",
         "within a step. The total is the sum; the peak is the most held at one time.",
     ]
-    if plan.lengths:
-        lines += [
-            "Layers loop over tokens in Python, so activations are extrapolated from steps of",
-            f"{', '.join(map(str, plan.lengths))} tokens.",
-        ]
     if plan.experts:
         lines += ["", f"{plan.experts}."]
     name, why = advice(plan)
