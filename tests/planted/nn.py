@@ -39,6 +39,9 @@ FAULTS = {
         "                pass\n",
     ),
     ("torch_fp8/nn/delayed_scaling.py", f"{_TESTS}/test_graph_scales.py"): (
+        "layers that move take the scales of their block's first one",
+        "buffer[self.row].clone()",
+        "buffer[0].clone()",
         "a step overwrites the scales that the backward of a graph will read",
         "if ran_in_graph() and not stays(scales) and is_saved(scales):",
         "if False:",

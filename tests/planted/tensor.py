@@ -71,6 +71,18 @@ FAULTS = {
         "        payload.version",
     ),
     ("torch_fp8/tensor/float8_grad.py", f"{_TESTS}/test_float8_grad.py"): (
+        "a difference adds",
+        "alpha=-alpha",
+        "alpha=alpha",
+        "unscaling notices the last gradient alone",
+        "found_inf.copy_(torch.maximum(found_inf, bad.expand_as(found_inf)))",
+        "found_inf.copy_(bad.expand_as(found_inf))",
+        "a resumed run rounds otherwise than one whose gradients were set to zero",
+        "    grad.rounding.reset()\n",
+        "",
+        "a clamped gradient is beyond its bound",
+        "builtins.max(abs(b) for b in bounds)",
+        "builtins.min(abs(b) for b in bounds)",
         "a clamp of an 8-bit gradient exceeds its bound",
         (
             "    grad.store(grad.dequantize().div_(unit).clamp_(*relative))\n"

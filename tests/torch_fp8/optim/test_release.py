@@ -132,9 +132,12 @@ def test_weights_that_are_written_before_every_step_keep_their_residuals(dtype):
     _assert_equal(*runs)
 
 
-def test_a_second_backward_before_the_step_is_refused():
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_second_backward_before_the_step_is_refused(zeroed):
     model, optimizer = _converted(gradient_release=True)
     _backward(model, 0)
+    if zeroed:  # the weights have been stepped all the same
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"accumulation.*gradient_release=False"):
         _backward(model, 1)
     optimizer.step()
@@ -243,16 +246,18 @@ def test_reentrant_checkpoints_of_other_weights_are_no_matter():
     _assert_equal(run(gradient_release=True), run())
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_grad_scaler_is_refused(unscale):
+@pytest.mark.parametrize("call", ["unscale_", "step", "step without gradients"])
+def test_grad_scaler_is_refused(call):
     model, optimizer = _converted(gradient_release=True)
     scaler = torch.amp.GradScaler("cpu")
     tokens = torch.arange(8)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens).float().mean()
     scaler.scale(loss).backward()
+    if call.endswith("without gradients"):
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="GradScaler"):
-        scaler.unscale_(optimizer) if unscale else scaler.step(optimizer)
+        getattr(scaler, call.split()[0])(optimizer)
 
 
 def test_a_closure_steps_within_its_backward():
