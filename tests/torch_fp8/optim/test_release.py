@@ -12,6 +12,7 @@ from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
+    high_precision,
     memory_report,
     merged_state_dict,
     restore_weights,
@@ -55,11 +56,11 @@ def _converted(model=None, cls=torch.optim.AdamW, dtype=torch.float32, **options
     return model, optimizer
 
 
-def _backward(model, step):
+def _backward(model, step, **options):
     tokens = torch.randint(0, 80, (32,), generator=torch.Generator().manual_seed(step))
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(model(tokens).float(), tokens.roll(1))
-    loss.backward()
+    loss.backward(**options)
     return loss
 
 
@@ -143,6 +144,17 @@ def test_a_second_backward_before_the_step_is_refused(zeroed):
     optimizer.step()
     optimizer.zero_grad()
     _backward(model, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_builds_a_graph_steps_the_same():
+    runs = []
+    for create_graph in (False, True):
+        runs.append(_converted(gradient_release=True))
+        with high_precision():
+            _backward(runs[-1][0], 0, create_graph=create_graph)
+        runs[-1][1].step()
+    _assert_equal(*runs)
 
 
 CLIPS = {

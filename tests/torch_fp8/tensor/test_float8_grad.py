@@ -170,19 +170,15 @@ def test_what_is_not_finite_stays_visible(value):
     assert grad.isnan().any()
 
 
-SPOILS = {
-    "element": lambda grad: grad.__setitem__((5, 5), float("inf")),
-    "product": lambda grad: grad.mul_(float("inf")),
-}
-
-
-@pytest.mark.parametrize("bad", [None, *SPOILS])
+@pytest.mark.parametrize("bad", ["", "element", "product"])
 def test_grad_scaler_unscales_and_checks(bad):
     parameters = [*(_parameter(_grad(size=64.0)) for _ in range(2)), nn.Parameter(torch.zeros(3))]
     parameters[-1].grad = torch.full((3,), 128.0)
     expected = parameters[0].grad.float() / 64
-    if bad:
-        SPOILS[bad](parameters[0].grad)
+    if bad == "element":
+        parameters[0].grad[5, 5] = float("inf")
+    elif bad:
+        parameters[0].grad.mul_(float("inf"))
     before = [p.detach().clone() for p in parameters]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
