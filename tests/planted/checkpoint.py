@@ -10,7 +10,7 @@ FAULTS = {
     (
         "torch_fp8/checkpoint/export.py",
         (
-            "tests/torch_fp8/checkpoint/test_export.py::"
+            f"{_TESTS}/test_export.py::"
             "test_an_output_layer_in_fp8_is_refused_tied_and_written_in_bf16_else"
         ),
     ): (
@@ -63,10 +63,7 @@ FAULTS = {
         "name for name, keys in zip(names, shards, strict=True) for key in keys}",
         "names[-1] for keys in shards for key in keys}",
     ),
-    (
-        "torch_fp8/checkpoint/files.py",
-        "tests/torch_fp8/checkpoint/test_checkpoint_format.py",
-    ): (
+    ("torch_fp8/checkpoint/files.py", f"{_TESTS}/test_checkpoint_format.py"): (
         "a file that is not whole raises the error of its library",
         "except safetensors.SafetensorError as error",
         "except KeyError as error",
@@ -127,10 +124,7 @@ FAULTS = {
         "zip(split, counts.values(), strict=False)",
         "zip(split, reversed(counts.values()), strict=False)",
     ),
-    (
-        "torch_fp8/checkpoint/adopt.py",
-        "tests/torch_fp8/checkpoint/test_host_layers.py",
-    ): (
+    ("torch_fp8/checkpoint/adopt.py", f"{_TESTS}/test_host_layers.py"): (
         "layers that are sharded already get residuals",
         "    sharded = sharded or any(isinstance(p, DTensor) for p in model.parameters())\n",
         "",

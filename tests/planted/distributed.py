@@ -1,6 +1,7 @@
 """Faults in the exchanges between ranks."""
 
-_DDP, _FSDP = "tests/torch_fp8/distributed/ddp", "tests/torch_fp8/distributed/fsdp"
+_TESTS = "tests/torch_fp8/distributed"
+_DDP, _FSDP, _PARALLEL = f"{_TESTS}/ddp", f"{_TESTS}/fsdp", f"{_TESTS}/tensor_parallel"
 FAULTS = {
     ("torch_fp8/distributed/agreement.py", "tests/torch_fp8/distributed/test_config_check.py"): (
         "a rank that missed a meeting gets its result in the next one",
@@ -52,10 +53,7 @@ FAULTS = {
         "            amax = torch.where(amax.isfinite(), amax, torch.inf)\n",
         "",
     ),
-    (
-        "torch_fp8/distributed/fsdp/all_gather.py",
-        "tests/torch_fp8/distributed/fsdp/test_connect.py",
-    ): (
+    ("torch_fp8/distributed/fsdp/all_gather.py", f"{_FSDP}/test_connect.py"): (
         "FSDP2 gathers weights in FP8 for a forward in BF16",
         "module.runs_fp8 and not module.fp8.recipe.bf16_forward and self",
         "module.runs_fp8 and self",
@@ -65,10 +63,7 @@ FAULTS = {
         "        if self.exchange is None or not self.exchange.ready(parameter):\n",
         "        if True:\n",
     ),
-    (
-        "torch_fp8/distributed/tensor_parallel/styles.py",
-        "tests/torch_fp8/distributed/tensor_parallel/test_styles.py",
-    ): (
+    ("torch_fp8/distributed/tensor_parallel/styles.py", f"{_PARALLEL}/test_styles.py"): (
         "tensor-parallel ranks gather inputs in FP8 for a forward in BF16",
         "    if module.fp8.recipe.bf16_forward:\n        return False\n",
         "",

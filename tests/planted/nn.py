@@ -23,12 +23,30 @@ FAULTS = {
         "    if recipe.bf16_forward and gradients:\n        y, payloads",
     ),
     ("torch_fp8/nn/delayed_scaling.py", f"{_TESTS}/test_delayed_layers.py"): (
+        "layers with other formats have the scales of the first one's",
+        "return mesh, history.device, formats, rule,",
+        "return mesh, history.device, rule,",
         "evaluation records amaxes in a delayed layer's history",
         "return sources[:3] if layer.training else (*sources[3:], sources[GRAD_OUTPUT])",
         "return sources[:3]",
         "delayed scaling forgets the amax that a weight in two halves keeps",
         "amaxes[WEIGHT] = amaxes[WEIGHT] if current is None else current",
         "pass",
+    ),
+    ("torch_fp8/nn/delayed_scaling.py", "tests/torch_fp8/conversion/test_revert.py"): (
+        "a step renews the scales of layers that are stock again",
+        "        _layers.pop(-1 if self.number is None else self.number, None)\n",
+        "",
+    ),
+    ("torch_fp8/nn/scaling_rule.py", f"{_TESTS}/test_delayed_layers.py"): (
+        "a layer that saw zeros takes the largest amax of any operand",
+        "past, past.amax(0))",
+        "past, past.amax())",
+    ),
+    ("torch_fp8/nn/linear_function.py", f"{_TESTS}/test_linear.py"): (
+        "dgrad accumulates as fprop does",
+        "fast_accum=recipe.dgrad.fast_accum",
+        "fast_accum=recipe.fprop.fast_accum",
     ),
     (
         "torch_fp8/nn/delayed_scaling.py",
@@ -39,6 +57,9 @@ FAULTS = {
         "                pass\n",
     ),
     ("torch_fp8/nn/delayed_scaling.py", f"{_TESTS}/test_graph_scales.py"): (
+        "layers that move take the scales of their block's first one",
+        "buffer[self.row].clone()",
+        "buffer[0].clone()",
         "a step overwrites the scales that the backward of a graph will read",
         "if ran_in_graph() and not stays(scales) and is_saved(scales):",
         "if False:",

@@ -35,20 +35,18 @@ def test_a_removed_option_is_refused_with_what_to_take_instead(monkeypatch, name
     assert f"{name!r}: {REMOVED[name]}" in str(raised.value)
 
 
-def test_a_removed_flag_of_the_command_is_refused(capsys):
+FLAGS = {
+    "plan llama-3.1-8b --save-attention qkv": "no longer takes --save-attention: "
+    + REMOVED["save_attention"],
+    "plan llama --largest": "no longer takes --largest: plan the presets",
+    "report run --compare other": "no longer takes --compare: use torch-fp8 compare",
+    "env --self-test --report x": "no longer takes --report: write the output to a file",
+    "check model": "no command 'check' any more: run a few steps with",
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_a_removed_flag_of_the_command_is_refused(command, capsys):
     with pytest.raises(SystemExit):
-        main(["plan", "llama-3.1-8b", "--save-attention", "qkv"])
-    message = f"no longer takes --save-attention: {REMOVED['save_attention']}"
-    assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["plan", "llama", "--largest"])
-    assert "no longer takes --largest: plan the presets" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["report", "run", "--compare", "other"])
-    assert "no longer takes --compare: use torch-fp8 compare" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["env", "--self-test", "--report", "file.txt"])
-    assert "no longer takes --report: write the output to a file" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["check", "model"])
-    assert "no command 'check' any more: run a few steps with" in capsys.readouterr().err
+        main(command.split())
+    assert FLAGS[command] in capsys.readouterr().err

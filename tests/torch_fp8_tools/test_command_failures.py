@@ -80,6 +80,8 @@ LLAMA = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
+CONFIG = {"config.json": json.dumps(LLAMA).encode()}
+INDEX = "model.safetensors.index.json"
 BROKEN = {
     "missing": None,
     "empty folder": {},
@@ -91,20 +93,11 @@ BROKEN = {
     "unknown type": {"config.json": b'{"model_type": "nonesuch"}'},
     "sizes in words": {"config.json": json.dumps({**LLAMA, "hidden_size": "wide"}).encode()},
     "no heads": {"config.json": json.dumps({**LLAMA, "num_attention_heads": 0}).encode()},
-    "no weights": {"config.json": json.dumps(LLAMA).encode()},
-    "empty weights": {"config.json": json.dumps(LLAMA).encode(), "model.safetensors": b""},
-    "huge header": {
-        "config.json": json.dumps(LLAMA).encode(),
-        "model.safetensors": (1 << 40).to_bytes(8, "little") + b"{}",
-    },
-    "index of nothing": {
-        "config.json": json.dumps(LLAMA).encode(),
-        "model.safetensors.index.json": b'{"weight_map": {"a": "missing.safetensors"}}',
-    },
-    "index of a number": {
-        "config.json": json.dumps(LLAMA).encode(),
-        "model.safetensors.index.json": b'{"weight_map": 3}',
-    },
+    "no weights": CONFIG,
+    "empty weights": {**CONFIG, "model.safetensors": b""},
+    "huge header": {**CONFIG, "model.safetensors": (1 << 40).to_bytes(8, "little") + b"{}"},
+    "index of nothing": {**CONFIG, INDEX: b'{"weight_map": {"a": "missing.safetensors"}}'},
+    "index of a number": {**CONFIG, INDEX: b'{"weight_map": 3}'},
     "no statistics": {"fp8_monitor.jsonl": b"{oops\n"},
     "statistics in words": {"fp8_monitor.jsonl": b'{"step": "a", "loss": null, "layers": 3}\n'},
     "a file": b"\x00\xff\x80 no tensors",
@@ -144,12 +137,9 @@ def test_broken_input_is_a_line_and_an_exit_status(command, content, tmp_path, c
 
 
 WRONG = {
-    "plan": (
-        ["--gpus", "0"],
-        ["--card", "abacus"],
-        ["--memory", "nan"],
-        ["--sequence", "99999999"],
-    ),
+    "plan": [
+        s.split() for s in ("--gpus 0", "--card abacus", "--memory nan", "--sequence 9999999")
+    ],
     "export": (["--config", "{bad"], ["--config", '{"nope": 1}'], ["--max-shard-size", "x"]),
     "convert-optimizer": ([],),
     "report": ([],),

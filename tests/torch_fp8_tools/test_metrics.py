@@ -18,9 +18,5 @@ def test_worst_row_sees_what_the_global_figure_does_not():
     y[0] *= 0.5
     assert sqnr_db(x, y) > 60
     assert worst_row_sqnr_db(x, y) == pytest.approx(6.02, abs=0.01)
-
-
-def test_worst_row_ignores_rows_of_zeros():
-    x = torch.zeros(2, 4)
-    x[1] = 1
-    assert worst_row_sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
+    x[1:] = y[1:] = 0  # rows of zeros count for nothing
+    assert worst_row_sqnr_db(x, y) == pytest.approx(6.02, abs=0.01)

@@ -144,6 +144,8 @@ def test_it_survives_moving_casting_copying_and_materialising():
         other.load_state_dict(state, assign=assign)
         assert torch.equal(other.up.weight.dequantize(), model.up.weight.dequantize())
         assert torch.equal(other(IDS), model(IDS))
+        thaw(other)
+        assert other.up.weight.dtype == torch.float32
 
 
 def test_asking_for_gradients_thaws_with_one_warning():

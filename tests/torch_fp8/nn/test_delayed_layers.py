@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.internals import BUFFERS, quantizer, renew_scales
+from tests.internals import BUFFERS, quantizer, renew_scales, scaling_buffers
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 from torch_fp8.ops import quantize
@@ -97,6 +97,17 @@ def test_memory_that_was_never_written_is_made_usable():
             slot.fill_(7)
         again()
         assert not torch.stack(slots).any()
+
+
+def test_each_layer_is_scaled_for_its_own_formats_and_zeros_as_the_operand_of_others():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    convert_to_float8(model, FP8Config(recipe="delayed", overrides={"1": {"grad_format": "e4m3"}}))
+    for layer, factor in zip(model, (3, 3, 0), strict=True):
+        layer(factor * torch.ones(16, 32)).mul(1000).sum().backward()
+    renew_scales(model.children())
+    scales = [scaling_buffers(layer)[1][:, 0].tolist() for layer in model]
+    assert [of[0] for of in scales] == pytest.approx([3 / 448] * 3)
+    assert [of[2] for of in scales] == pytest.approx([1000 / 57344, 1000 / 448, 1000 / 57344])
 
 
 def test_training_goes_on_after_one_finite_bad_batch():

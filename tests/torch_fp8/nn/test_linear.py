@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import torch_fp8
-from tests.internals import RECIPES, delayed_scaling, scaling_buffers, sqnr_db
+from tests.internals import GEMMS, RECIPES, delayed_scaling, scaling_buffers, sqnr_db
 from tests.steps import adamw, assert_equal, gaussian, renew_scales, saved_bytes, train
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
+from torch_fp8.ops import scaled_mm
 
 K, N = 96, 80
 
@@ -46,6 +47,15 @@ def test_wgrad_in_high_precision(recipe):
     x, grad = torch.randn(128, K), torch.randn(128, N)
     exact, ours = _run(stock, x, grad)[2], _run(fp8, x, grad)[2]
     torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_the_named_product_alone_accumulates_fast(gemm, monkeypatch):
+    _, fp8 = _pair(fast_accum=(gemm,))
+    fast, multiply = [], scaled_mm._multiply
+    monkeypatch.setattr(scaled_mm, "_multiply", lambda *a: fast.append(a[5]) or multiply(*a))
+    _run(fp8, torch.randn(16, K))
+    assert fast == [name == gemm for name in GEMMS]
 
 
 def test_non_contiguous_gradient():

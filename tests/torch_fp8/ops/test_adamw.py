@@ -279,14 +279,16 @@ def test_a_gradient_that_is_not_finite_shows(bits, bad):
     assert torch.equal(decode(matrix.exp_avg_sq, MOMENT2).isnan(), group)
 
 
-def test_the_three_roundings_are_unrelated():
+@pytest.mark.parametrize("bits", [8, 0])
+def test_the_three_roundings_are_unrelated(bits):
     """One word decides for the weight, m and v: their errors must not go together.
 
     A constant gradient, so that m, v and the weight have the same fraction everywhere.
     """
-    matrix = _matrix(256, 512, 8, start=torch.ones(256, 512))
+    matrix = _matrix(256, 512, bits, start=torch.ones(256, 512))
     grad = torch.full((256, 512), 0.777)
-    adamw_step_reference(matrix._replace(grad=grad), _scalars(1, lr=0.7e-6))
+    lr = 0.7e-6 * 2 ** (8 - bits)
+    adamw_step_reference(matrix._replace(grad=grad), _scalars(1, lr=lr))
     values = _merged(matrix), decode(matrix.exp_avg, MOMENT1), decode(matrix.exp_avg_sq, MOMENT2)
     flat = torch.stack([v.double().flatten() for v in values])
     assert (flat.std(1) > 0).all()

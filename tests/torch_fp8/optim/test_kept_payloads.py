@@ -29,7 +29,8 @@ def _converted(**options):
     config = FP8Config(**{"recipe": "tensorwise", **options})
     model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
     convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    frozen = nn.Parameter(torch.ones(99), requires_grad=False)
+    optimizer = torch.optim.AdamW([*model.parameters(), frozen], lr=1e-2)
     return model, optimizer, convert_optimizer(optimizer, config, model=model)
 
 
@@ -91,15 +92,20 @@ def test_a_decision_stays(free):
     free(NEEDED)
     model, optimizer, _ = _converted()
     memory = [t.data_ptr() for p in model.parameters() if p.ndim > 1 for t in p.halves.kept]
+    table = model[0].weight.halves.table
     config = FP8Config(recipe="tensorwise")
     free(0)
     for again in (config, dataclasses.replace(config, seed=1)):
         assert convert_optimizer(optimizer, again, model=model).num_cached == 2
     kept = [t.data_ptr() for p in model.parameters() if p.ndim > 1 for t in p.halves.payload[:2]]
     assert set(kept) <= set(memory)
+    assert model[0].weight.halves.table is table
     without = dataclasses.replace(config, cache_weights=False)
     assert convert_optimizer(optimizer, without, model=model).num_cached == 0
     assert memory_report(model).caches == 8  # amaxes
+    optimizer.param_groups[0]["params"] = list(model[0].parameters())
+    again = dataclasses.replace(config, cache_weights=True)
+    assert convert_optimizer(optimizer, again, model=model).num_cached == 1
 
 
 @pytest.mark.parametrize("first", [0, NEEDED])

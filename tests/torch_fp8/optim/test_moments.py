@@ -74,15 +74,11 @@ def test_moments_read_as_float32_close_to_stock(name):
     assert torch.equal(read.exp(), read.clone().exp())
     assert type(read * 2) is torch.Tensor
     assert torch.equal(torch.from_numpy(read.numpy().copy()), read.clone())
+    with pytest.raises(ValueError, match="read-only"):
+        read.numpy()[0] = 1
     saved = optimizer.state_dict()["state"][0][name]
     assert type(saved) is torch.Tensor
     assert torch.equal(saved, read)
-
-
-def test_an_array_of_a_moment_cannot_be_written_to():
-    model, optimizer = _trained()
-    with pytest.raises(ValueError, match="read-only"):
-        optimizer.state[model[0].weight]["exp_avg"].numpy()[0] = 1
 
 
 def test_an_assigned_moment_has_8_bits_after_the_step():
@@ -94,11 +90,7 @@ def test_an_assigned_moment_has_8_bits_after_the_step():
     _step_with_zero_gradients(model, optimizer)
     assert type(optimizer.state[weight]["exp_avg"]) is Float8Moment
     assert memory_report(model, optimizer).moments == before.moments
-
-
-def test_an_assigned_moment_of_another_shape_is_an_error():
-    model, optimizer = _trained()
-    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(96, 95)
+    optimizer.state[weight]["exp_avg"] = torch.zeros(96, 95)
     with pytest.raises(ValueError, match=r"'exp_avg'\] has shape \(96, 95\), but p has \(96, 96\)"):
         _step_with_zero_gradients(model, optimizer)
 

@@ -152,6 +152,20 @@ def test_small_bf16_parameters_keep_float32_precision():
     assert 2e-5 < moved.abs().mean() < 6e-5  # 50 steps of 1e-6, which BF16 at 1.0 cannot show
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+def test_small_parameters_are_stepped_as_the_stock_optimizer_does(cls):
+    options = {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}
+    twin, (model, optimizer) = _model(), _converted(cls=cls, **options)
+    stock = cls(twin.parameters(), lr=1e-3, **options)
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    for step in range(3):
+        for ours, theirs in pairs:
+            ours.grad, theirs.grad = (torch.full_like(theirs, 0.1 + step) for _ in range(2))
+        optimizer.step()
+        stock.step()
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs if ours.ndim == 1)
+
+
 @each_dtype
 def test_writes_from_outside_stay(dtype):
     model, optimizer = _converted(dtype=dtype)

@@ -12,6 +12,7 @@ from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
+    high_precision,
     memory_report,
     merged_state_dict,
     restore_weights,
@@ -55,11 +56,11 @@ def _converted(model=None, cls=torch.optim.AdamW, dtype=torch.float32, **options
     return model, optimizer
 
 
-def _backward(model, step):
+def _backward(model, step, **options):
     tokens = torch.randint(0, 80, (32,), generator=torch.Generator().manual_seed(step))
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(model(tokens).float(), tokens.roll(1))
-    loss.backward()
+    loss.backward(**options)
     return loss
 
 
@@ -132,14 +133,28 @@ def test_weights_that_are_written_before_every_step_keep_their_residuals(dtype):
     _assert_equal(*runs)
 
 
-def test_a_second_backward_before_the_step_is_refused():
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_second_backward_before_the_step_is_refused(zeroed):
     model, optimizer = _converted(gradient_release=True)
     _backward(model, 0)
+    if zeroed:  # the weights have been stepped all the same
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"accumulation.*gradient_release=False"):
         _backward(model, 1)
     optimizer.step()
     optimizer.zero_grad()
     _backward(model, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_builds_a_graph_steps_the_same():
+    runs = []
+    for create_graph in (False, True):
+        runs.append(_converted(gradient_release=True))
+        with high_precision():
+            _backward(runs[-1][0], 0, create_graph=create_graph)
+        runs[-1][1].step()
+    _assert_equal(*runs)
 
 
 CLIPS = {
@@ -243,16 +258,18 @@ def test_reentrant_checkpoints_of_other_weights_are_no_matter():
     _assert_equal(run(gradient_release=True), run())
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_grad_scaler_is_refused(unscale):
+@pytest.mark.parametrize("call", ["unscale_", "step", "step without gradients"])
+def test_grad_scaler_is_refused(call):
     model, optimizer = _converted(gradient_release=True)
     scaler = torch.amp.GradScaler("cpu")
     tokens = torch.arange(8)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens).float().mean()
     scaler.scale(loss).backward()
+    if call.endswith("without gradients"):
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="GradScaler"):
-        scaler.unscale_(optimizer) if unscale else scaler.step(optimizer)
+        getattr(scaler, call.split()[0])(optimizer)
 
 
 def test_a_closure_steps_within_its_backward():

@@ -158,11 +158,13 @@ def test_what_a_step_keeps_does_not_outlive_what_it_was_made_of():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_step_raises_the_amax_that_a_weight_keeps_since_the_last_step():
+def test_a_step_renews_the_amax_that_a_weight_keeps_since_the_last_step():
     model, optimizer = converted(torch.float32, layers=2)
     halves = model[0].weight.halves
-    for count in range(3):
+    for count in range(4):
         set_gradients(model, count)
+        away = model[0].weight.detach().sign()  # the largest values grow and shrink in turn
+        model[0].weight.grad = -away if count % 2 else away
         optimizer.step()
         if count == 0:
             halves.keep_amax()

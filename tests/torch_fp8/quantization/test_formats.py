@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.internals import E4M3, E5M2, FORMATS, format_of
+from tests.internals import FORMATS, format_of
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
@@ -11,12 +11,8 @@ def test_numbers_are_those_of_the_dtype(format):
     assert 2.0**-format.mantissa_bits == info.eps
     assert format.smallest == info.smallest_normal * info.eps
     assert format_of(format.dtype) is format
-
-
-def test_e4m3_has_no_infinity_and_e5m2_has():
-    payload = torch.arange(256, dtype=torch.uint8)
-    for format in (E4M3, E5M2):
-        assert payload.view(format.dtype).float().isinf().any().item() is format.has_inf
+    every = torch.arange(256, dtype=torch.uint8).view(format.dtype)
+    assert every.float().isinf().any().item() is format.has_inf
 
 
 def test_plain_casts_hide_infinity_in_e4m3():

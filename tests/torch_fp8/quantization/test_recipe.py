@@ -15,6 +15,7 @@ def test_presets_are_spelled_out():
     gradient = ("e5m2", tensor, "e4m3", tensor)
     assert _described(tensor) == [("e4m3", tensor, "e4m3", tensor), gradient, gradient]
     assert _described("delayed") == _described(tensor)
+    assert [name for name in RECIPES if make_recipe(name).delayed] == ["delayed"]
     assert _described("rowwise") == [("e4m3", "rowwise", "e4m3", "rowwise")] * 3
     line, square = "block_1x128", "block_128x128"
     assert _described("blockwise") == [
@@ -23,10 +24,6 @@ def test_presets_are_spelled_out():
         ("e4m3", line, "e4m3", line),
     ]
     assert _described("mxfp8") == [("e4m3", "block_1x32", "e4m3", "block_1x32")] * 3
-
-
-def test_only_delayed_looks_back():
-    assert [name for name in RECIPES if make_recipe(name).delayed] == ["delayed"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

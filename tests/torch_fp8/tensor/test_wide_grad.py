@@ -177,6 +177,11 @@ def test_hooks_see_the_sum():
     add(weight, count=2)
     for gradient, factor in zip(seen, (1, 1, 1, 2), strict=True):
         assert torch.equal(gradient, TERM.float() * factor)
+    weight.grad = None
+    weight.register_hook(lambda grad: 2 * grad)
+    add(weight)
+    assert stored_grad(weight).dtype == torch.bfloat16
+    assert torch.equal(weight.grad, TERM.float() * 2)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
