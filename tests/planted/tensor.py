@@ -94,6 +94,13 @@ FAULTS = {
             "    grad.multiplier.fill_(unit)"
         ),
         "    grad.store(grad.dequantize().clamp_(min, max))",
+        "a pickled gradient needs this package",
+        '    def __repr__(self) -> str:\n        return f"Float8Grad',
+        (
+            "    def __reduce_ex__(self, protocol: Any) -> Any:\n"
+            "        return Float8Grad, (self.codes, *self.form)\n\n"
+            '    def __repr__(self) -> str:\n        return f"Float8Grad'
+        ),
         "an 8-bit gradient that is copied shares the copy's random bits",
         "return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())",
         "return Float8Grad(parts, self.shape, self.dtype, self.rounding)",

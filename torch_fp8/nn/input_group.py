@@ -108,8 +108,8 @@ class Reads:
     Attributes:
         backward: backward that recomputes this forward, or -1.
         members: the layers of the group, or none if there is only one.
-        waiting: index and token of each member that was not called yet, and the weight and the bias
-            that they are for.
+        waiting: index and token of each member that was not called yet, and the weight, its
+            version and the bias that they are for.
     """
 
     def __init__(self, group: InputGroup, x: Tensor, shape: torch.Size, options: Any) -> None:
@@ -118,11 +118,12 @@ class Reads:
         self.exchange = Exchange(options, [m.out_features for m in layers], layers)
         self.members = layers if len(layers) > 1 else ()
         parameters = [(m._parameters["weight"], m._parameters["bias"]) for m in self.members]
-        self.waiting: dict[Any, tuple[int, Tensor, Tensor, Tensor | None]] = {}
+        self.waiting: dict[Any, tuple[int, Tensor, Tensor, int, Tensor | None]] = {}
         if self.members:
             self.of_input, of_weights = connect(x, shape, self.exchange, parameters)
             for i, (layer, token) in enumerate(zip(layers, of_weights, strict=True)):
-                self.waiting[layer] = (i, token, *parameters[i])
+                weight, bias = parameters[i]
+                self.waiting[layer] = i, token, weight, weight._version, bias
 
     def is_over_for(self, layer: Any) -> bool:
         """Return whether a layer is called again: by its module, or by a checkpoint."""
@@ -133,11 +134,11 @@ class Reads:
         """Return a layer's index and its token, which serves one call, or None if it has none."""
         if layer not in self.waiting:
             return None
-        (i, token, weight, bias), of_group = self.waiting[layer], self.exchange.options
+        (i, token, weight, version, bias), of_group = self.waiting[layer], self.exchange.options
         replaced = weight is not operands.weight or bias is not operands.bias
         products = options.out_dtype, options.recipe, options.emulate
         alike = products == (of_group.out_dtype, of_group.recipe, of_group.emulate)
-        if replaced or not (alike and weight.requires_grad):
+        if replaced or weight._version != version or not (alike and weight.requires_grad):
             return None
         del self.waiting[layer]
         return i, token

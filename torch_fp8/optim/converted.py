@@ -66,9 +66,14 @@ class ConvertedOptimizer(Optimizer):
         parameters = [(group, p) for group in self.param_groups for p in group["params"]]
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
-    def step_of(self, parameter: Tensor) -> int:
-        """Return a parameter's step count, which also keys the rounding."""
-        raise NotImplementedError
+    def step_of(self, index: int) -> int:
+        """Return the step count of the parameter with an index, which also keys the rounding."""
+        for group in self.param_groups:
+            parameters = group["params"]
+            if index < len(parameters):
+                return int(self.state.get(parameters[index], {}).get("step", 0))
+            index -= len(parameters)
+        return 0
 
     def keeps_residual(self, parameter: Tensor) -> bool:
         """Return whether a step keeps the bits below BF16 of a BF16 parameter."""

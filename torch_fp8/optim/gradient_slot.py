@@ -19,7 +19,6 @@ and adds missing slots in each step. A lost slot costs memory, not correctness. 
 split and reorder groups in between.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -137,16 +136,17 @@ class GradientSlot:
         is_sharded = isinstance(parameter, DTensor)
         row, col, row_length = shard_origin(parameter) if is_sharded else (0, 0, 0)
         rank = 0 if self.exchange is None else self.exchange.rank
-        counters = functools.partial(self._counters, weakref.ref(parameter))
-        return Rounding(counters, row * row_length + col, rank)
+        return Rounding(self._counters, row * row_length + col, rank)
 
-    def _counters(self, reference: "weakref.ref[Tensor]") -> tuple[int, ...]:
-        """Return seed, step and parameter index, which are the same in a resumed run."""
-        optimizer, parameter = self._optimizer(), reference()
+    def _counters(self) -> tuple[int, ...]:
+        """Return seed, step and parameter index, which are the same in a resumed run.
+
+        They take the parameter from its optimizer: torch swaps none that has weak references.
+        """
+        optimizer = self._optimizer()
         if optimizer is None:
             return (self.index,)
-        step = 0 if parameter is None else optimizer.step_of(parameter)
-        return optimizer.fp8_config.seed, step, self.index
+        return optimizer.fp8_config.seed, optimizer.step_of(self.index), self.index
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
         """Return whether this slot serves `optimizer`."""

@@ -120,10 +120,6 @@ class Float8Optimizer(ConvertedOptimizer):
         # step. With gradient release no gradients are left by then, and the step raises an error.
         self._step_supports_amp_scaling = config.gradient_release
 
-    def step_of(self, parameter: Tensor) -> int:
-        """Return how often a parameter was stepped."""
-        return int(self.state.get(parameter, {}).get("step", 0))
-
     def keeps_residual(self, parameter: Tensor) -> bool:
         """Return whether a step keeps the bits below BF16 of a BF16 parameter."""
         is_bf16 = parameter.dtype == torch.bfloat16

@@ -108,7 +108,7 @@ class SplitOptimizer(ConvertedOptimizer):
         """Set the parts of a configuration that apply to weights and gradients."""
         super().set_config(replace(config, gradient_release=False, update_clipping=False))
 
-    def step_of(self, parameter: Tensor) -> int:
+    def step_of(self, index: int) -> int:
         """Return the step count, which all parameters share."""
         return self.fp8_steps
 

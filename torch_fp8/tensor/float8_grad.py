@@ -127,9 +127,6 @@ class Float8Grad(Coded):
         parts = GradientParts(*map(torch.clone, self.codes))
         return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Float8Grad, (self.codes, *self.form)
-
     def __repr__(self) -> str:
         return f"Float8Grad(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 

@@ -368,13 +368,21 @@ def _replace_input(layer):
     layer.register_forward_pre_hook(lambda module, args: (args[0] + 0,))
 
 
+def _clamp(layer):
+    def write(module, args):
+        with torch.no_grad():
+            module.weight.clamp_(-0.05, 0.05)
+
+    layer.register_forward_pre_hook(write)
+
+
 def _watch_gradients(layer):
     layer.register_full_backward_hook(lambda module, grad_input, grad_output: None)
 
 
 @pytest.mark.parametrize(
     ("change", "backward"),
-    [(_freeze, 2 + 1), (_replace_input, 2 + 2), (_watch_gradients, 2 + 2)],
+    [(_freeze, 2 + 1), (_replace_input, 2 + 2), (_clamp, 2 + 2), (_watch_gradients, 2 + 2)],
 )
 def test_others_share_when_a_layer_leaves(change, backward, products):
     got = []

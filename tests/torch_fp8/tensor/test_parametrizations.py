@@ -40,9 +40,9 @@ def step(net, optimizer):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
         loss = (net(x) - x).float().square().mean()
+    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
     return loss
 
 
