@@ -49,7 +49,8 @@ with stub_driver() as counts:
         names[recipe] = called(run)
     BLOCKS["small"] = (LAYOUT, 16)
     with generated_calls():
-        runs = host_time.compiled_and_eager("small", ("BF16", "tensorwise"))
+        variants = "BF16", "tensorwise", "tensorwise last_step O2 with payloads"
+        runs = host_time.compiled_and_eager("small", variants)
         rows += host_time.rows(host_time.COMPILED, runs, counts, 2)
 print(json.dumps([rows, names]))
 """
@@ -121,6 +122,8 @@ def test_calls_of_a_compiled_block(rows):
     bf16, compiled = (rows[what, recipe, "compiled"] for recipe in ("BF16", fp8))
     assert compiled["calls"] <= 0.6 * rows[what, fp8, "eager"]["calls"]
     assert compiled["calls"] <= 2.0 * bf16["calls"]
+    halves = rows[what, "tensorwise last_step O2 with payloads", "compiled"]
+    assert halves["calls"] <= bf16["calls"] + 440  # 16 are guards and inputs of each of 7 weights
     assert bf16["kernels"] == 12
 
 

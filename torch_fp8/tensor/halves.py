@@ -194,12 +194,14 @@ class Halves:
         """Whether the payload is a cast of the current weight."""
         return self.filled == self.version and not in_shared_memory(self.high)
 
+    @property
     def graph_amax(self) -> Any:
-        """Return `current_amax`; Dynamo does not trace how it is renewed."""
+        """`current_amax`; Dynamo does not trace how it is renewed."""
         return self.amax if self.is_measured else _renewed(self.current_amax)
 
+    @property
     def graph_codes(self) -> Tensor:
-        """Return the codes of `current_payload` of the cast that is kept, as `graph_amax` does."""
+        """The codes of `current_payload` of the cast that is kept, as in `graph_amax`."""
         if self.codes is not None:
             return self.codes
         renewed: Any = self.payload if self.is_filled else _renewed(self.current_payload, self.cast)
@@ -262,18 +264,9 @@ class Halves:
         halves.keep_like(self)
         return halves
 
-    def flattened(self) -> tuple[list[str], Any]:
-        """Return names of the tensors that a graph takes as inputs, and a constant of the graph."""
-        names = ["high"] if self.residual is None else ["high", "residual"]
-        if self.cast is not None:
-            names += ["fp8_payload"] if self.row is not None else ["fp8_payload", "fp8_scale"]
-        elif self.amax is not None:
-            names += ["fp8_amax"]
-        return names, (self.bits, self.cast, self.row)
-
     @staticmethod
     def unflattened(inner: dict[str, Tensor], context: Any) -> "Halves":
-        """Return the halves that `flattened` took apart."""
+        """Return the halves that `SplitWeight.__tensor_flatten__` took apart."""
         (bits, cast, row), codes = context, inner.get("fp8_payload")
         halves = Halves(inner["high"], inner.get("residual"), bits, inner.get("fp8_amax"), cast)
         halves.row, halves.codes = row, codes

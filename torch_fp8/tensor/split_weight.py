@@ -202,13 +202,19 @@ class SplitWeight(SplitTensor):
         return memo.setdefault(id(self), _parameter(self.halves.mapped(torch.clone), self))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return self.halves.flattened()
+        halves = self.halves  # guards and wrappers of graphs call this twice for each weight
+        names = ["high"] if halves.residual is None else ["high", "residual"]
+        if halves.cast is not None:
+            names += ["fp8_payload"] if halves.row is not None else ["fp8_payload", "fp8_scale"]
+        elif halves.amax is not None:
+            names += ["fp8_amax"]
+        return names, (halves.bits, halves.cast, halves.row)
 
     # Inputs of graphs, which each call reads in this order: the payload is renewed with its scale.
     high = property(operator.attrgetter("halves.high"))
     residual = property(operator.attrgetter("halves.residual"))
-    fp8_amax = property(lambda self: self.halves.graph_amax())
-    fp8_payload = property(lambda self: self.halves.graph_codes())
+    fp8_amax = property(operator.attrgetter("halves.graph_amax"))
+    fp8_payload = property(operator.attrgetter("halves.graph_codes"))
     fp8_scale = property(operator.attrgetter("halves.payload.scale"))
 
     @staticmethod
