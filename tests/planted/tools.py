@@ -96,7 +96,7 @@ FAULTS = {
     ),
     (
         "torch_fp8_tools/plan/followed_step.py",
-        f"{_TESTS}/plan/test_loops.py::test_a_layer_that_loops_over_tokens_is_refused",
+        f"{_TESTS}/plan/test_loops.py::test_a_layer_that_loops_over_a_long_sequence_is_refused",
     ): (
         "a step of any number of operators is counted",
         "if self._calls > MOST_OPERATORS:",

@@ -169,8 +169,8 @@ def connect(
 def shared_by_readers(x: Tensor, name: str) -> Tensor:
     """Return the same result of `shared` to all layers that read x.
 
-    The key and value of cross-attention read the encoder's result, behind a norm that is not
-    beside them, or behind a dropout.
+    The key and value of cross-attention read the encoder's result, which comes from a norm in
+    another module, or from a dropout.
 
     Args:
         x: input (..., C) of a layer. One without a graph, and a leaf, are returned unchanged: a

@@ -117,14 +117,14 @@ def quantize_layouts_and_sum(
     return as_layouts(layouts, options), sums
 
 
-def as_layouts(made: Sequence[Any], options: CastOptions) -> Payloads:
+def as_layouts(results: Sequence[Any], options: CastOptions) -> Payloads:
     """Turn an operator's ``(qdata, scale, qdata_t, scale_t)`` into two payloads.
 
     Args:
-        made: the result of `quantize_2d`.
+        results: the result of `quantize_2d`.
         options: the options of that call.
     """
-    qdata, scale, qdata_t, scale_t = made
+    qdata, scale, qdata_t, scale_t = results
     granularity: Any = options.granularity
     # In a trace, the cast of a producer's result may return another reader's scale.
     if options.scale is not None and (scale is None or scale.ndim):

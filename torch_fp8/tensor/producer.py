@@ -233,14 +233,14 @@ class LazySource:
             assert row is not None
         return row
 
-    def keep(self, quantizer: Quantizer, made: Payloads) -> None:
+    def keep(self, quantizer: Quantizer, payloads: Payloads) -> None:
         """Cache payloads that were computed in advance.
 
         Args:
             quantizer: quantizer of the reader for which they were computed.
-            made: payloads.
+            payloads: its payloads (R, C) and (C, R), each one or None.
         """
-        self.payloads[quantizer.spec] = made
+        self.payloads[quantizer.spec] = payloads
         if quantizer.source.scale is not None and quantizer.source.slot is not None:
             self._note(quantizer.source.slot)
 

@@ -254,7 +254,7 @@ def halves_of(weight: Tensor) -> Halves | None:
 
 
 def scales_of_block(weight: Tensor) -> Tensor | None:
-    """Return the table of scales that a graph takes beside a weight, or None; Dynamo traces it."""
+    """Return the table of scales that a graph takes with a weight, or None; Dynamo traces it."""
     table = weight.halves.table if isinstance(weight, SplitWeight) else None
     return None if table is None else table.scales
 

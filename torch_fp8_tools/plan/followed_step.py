@@ -39,11 +39,13 @@ class StepBytes:
 
 
 class TooManyOperators(ValueError):
-    """A step calls so many operators that its layers must loop over tokens."""
+    """A step calls so many operators that its layers must loop over the sequence."""
 
 
 MOST_OPERATORS = 500_000
-"""The maximum number of operators of a step. Layers that loop over 4,096 tokens call millions."""
+"""The maximum number of operators of a step. Qwen3-Next, which loops over chunks, has 53,589 with
+4,096 tokens; Jamba, which loops over tokens, has more.
+"""
 Moment = tuple[int, int]
 """The live bytes, and those of them that were saved for backward."""
 
@@ -113,9 +115,9 @@ class FollowedStep(MemoryTracker):
         if self._calls > MOST_OPERATORS:
             raise TooManyOperators(
                 f"a step of the model has more than {MOST_OPERATORS:,} operators, because layers "
-                "loop over tokens in Python where a run has a kernel (mamba_ssm, for example), "
-                "which holds other tensors. Plan a shorter sequence: weights, gradients and states "
-                "do not depend on it"
+                "loop over the sequence in Python where a run has a kernel (mamba_ssm, for "
+                "example), which holds other tensors. Plan a shorter sequence: weights, gradients "
+                "and states do not depend on it"
             )
         if not func.is_view:
             self.created(func, args, out)
