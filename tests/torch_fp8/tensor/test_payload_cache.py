@@ -336,10 +336,17 @@ def test_a_graph_takes_the_payload_and_is_compiled_once(weight_casts, recipe, ca
     assert backend.operators["transposed_bytes"] == (recipe != "rowwise")
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_graph_transposes_a_payload_in_backward(bias):
-    """In the launch that casts the gradient, unless that sums its rows."""
-    model, _ = _model()
+@pytest.mark.parametrize(
+    ("cache", "bias", "made"),
+    [
+        (True, False, {"quantize_2d_beside"}),
+        (True, True, {"quantize_2d_sum", "transposed_bytes"}),
+        (False, False, {"cast_side_by_side"}),
+    ],
+)
+def test_a_graph_makes_the_payload_of_dgrad_in_backward(cache, bias, made):
+    """A payload is transposed in the launch that casts the gradient, unless that sums its rows."""
+    model, _ = _model(cache)
     reference = copy.deepcopy(model)
     operators = []
 
@@ -361,9 +368,9 @@ def test_a_graph_transposes_a_payload_in_backward(bias):
     assert torch.equal(*outputs)
     for compiled, eager in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(compiled.grad, eager.grad)
-    one, two = {"quantize_2d_beside"}, {"quantize_2d_sum", "transposed_bytes"}
-    assert not operators[0] & (one | two)
-    assert operators[1] & (one | two) == (two if bias else one)
+    every = {"quantize_2d_beside", "quantize_2d_sum", "transposed_bytes", "cast_side_by_side"}
+    assert not operators[0] & every
+    assert operators[1] & every == made
 
 
 def test_a_graph_reads_the_payload_of_a_transposed_weight_as_it_is():
