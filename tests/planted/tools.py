@@ -13,7 +13,7 @@ FAULTS = {
     ),
     (
         "torch_fp8_tools/plan/counts.py",
-        "tests/torch_fp8_tools/plan/test_loops.py::test_extrapolated_bytes_are_those_of_the_whole_step",
+        "tests/torch_fp8_tools/plan/test_loops.py::test_extrapolated_bytes_are_those_of_whole_steps",
     ): (
         "the highest moment of a short step is continued as that of a long one",
         "        alike = len({*map(len, first)}) == 1\n",

@@ -31,9 +31,7 @@ def config_of(kind, **more):
     ("level", "gpus", "sequence", "experts"),
     [("bf16-mixed", 1, 72, 4), ("O2", 4, 72, 4), ("bf16-mixed", 4, 136, 32)],
 )
-def test_extrapolated_bytes_are_those_of_the_whole_step(
-    level, gpus, sequence, experts, monkeypatch
-):
+def test_extrapolated_bytes_are_those_of_whole_steps(level, gpus, sequence, experts, monkeypatch):
     """Jamba's loops over tokens at full length took more than nine minutes of processor time.
 
     With many experts the moment that is highest at 24 tokens is not that of 136.
