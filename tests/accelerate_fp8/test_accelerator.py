@@ -114,9 +114,7 @@ def test_deepspeed_and_megatron_are_refused_by_name(accelerate, monkeypatch, var
 
 
 @pytest.mark.parametrize("asked", ["true", "false"])
-def test_fsdp_that_accelerate_does_not_run_on_the_cpu_is_said(
-    accelerate, monkeypatch, caplog, asked
-):
+def test_fsdp_that_accelerate_does_not_run_on_a_cpu_is_said(accelerate, monkeypatch, caplog, asked):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     with caplog.at_level("INFO"):
         accelerate.Accelerator(mixed_precision="fp8", cpu=True)

@@ -43,9 +43,7 @@ def test_backend_variable_chooses(accelerate, monkeypatch, variable, chosen):
     assert (accelerator.fp8_backend, _prepared_layer(accelerator)) == chosen
 
 
-def test_configuration_of_ours_beside_another_backend_is_warned_about(
-    accelerate, monkeypatch, caplog
-):
+def test_our_configuration_beside_another_backend_is_warned_about(accelerate, monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
     accelerate.Accelerator(mixed_precision="fp8", cpu=True)
@@ -62,9 +60,7 @@ def test_recipe_handler_chooses_torchao(accelerate):
     ("variable", "error", "message"),
     [("te", ImportError, "TransformerEngine is not available"), ("apex", ValueError, "apex")],
 )
-def test_other_backends_have_accelerates_own_errors(
-    accelerate, monkeypatch, variable, error, message
-):
+def test_other_backends_have_accelerates_errors(accelerate, monkeypatch, variable, error, message):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", variable)
     with pytest.raises(error, match=message):
         accelerate.Accelerator(mixed_precision="fp8", cpu=True)

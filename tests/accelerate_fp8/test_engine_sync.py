@@ -75,6 +75,7 @@ def test_many_syncs_leave_the_base_bit_identical(tmp_path, said):
         syncs[MODES[i % 2]].sync_weights()
     syncs["colocate"].sync_weights()
     assert [e.syncs for e in engines.values()] == [21, 20]
+    assert not any("_iter_named_params" in vars(sync) for sync in syncs.values())
     for parameter, (identity, qdata, scale) in zip(frozen, before, strict=True):
         assert id(parameter) == identity
         assert torch.equal(parameter.qdata.view(torch.uint8), qdata.view(torch.uint8))

@@ -85,9 +85,7 @@ def test_the_saved_model_is_the_trained_one(accelerate, tmp_path, caplog, quanti
     assert caplog.text.count("will be saved in its current dtype") == (quantized and STOCK_BREAKS)
 
 
-def test_under_the_flag_a_model_is_saved_right_without_being_prepared(
-    accelerate, tmp_path, monkeypatch
-):
+def test_under_the_flag_a_model_is_saved_right_if_not_prepared(accelerate, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     source, out = tmp_path / "source", tmp_path / "out"
     write_llama(source)
@@ -168,9 +166,7 @@ def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(accelerate,
 
 
 @pytest.mark.usefixtures("as_with_a_gpu")
-def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
-    accelerate, tmp_path, caplog
-):
+def test_transformers_fp8_layers_are_trained_from_their_exact_values(accelerate, tmp_path, caplog):
     source, out = tmp_path / "source", tmp_path / "out"
     fp8 = write_llama(source)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -194,9 +190,7 @@ def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
 
 @pytest.mark.usefixtures("as_with_a_gpu")
 @pytest.mark.parametrize("option", [{"opt_level": "O1"}, {"frozen_weights": "keep"}])
-def test_transformers_own_fp8_layers_stay_where_weights_are_kept(
-    accelerate, tmp_path, option, caplog
-):
+def test_transformers_fp8_layers_stay_where_weights_are_kept(accelerate, tmp_path, option, caplog):
     write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     accelerator = accelerate.Accelerator(

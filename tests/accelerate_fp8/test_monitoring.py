@@ -81,9 +81,7 @@ def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(launched, tmp_path, ti
     assert not is_paused(layer)
 
 
-def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(
-    launched, tmp_path, tiny_model
-):
+def test_a_monitor_of_a_resumed_run_counts_as_the_trainer_does(launched, tmp_path, tiny_model):
     launched()
     _trainer(tmp_path, tiny_model, 3, save_steps=3).train()
     launched(monitor=2)

@@ -93,7 +93,11 @@ def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with)
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.mse_loss(model(x), x))
             if accelerator.sync_gradients:
-                before = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+                measured, before = (
+                    accelerator.clip_grad_norm_(model.parameters(), most)
+                    for most in (math.inf, 1e-3)
+                )
+                assert measured == before
                 after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
                 norms.append((before.item(), after.item()))
                 accelerator.clip_grad_value_(model.parameters(), 1e-5)

@@ -268,9 +268,7 @@ def test_auto_is_a_recipe_per_token_where_the_policy_samples(lab, monkeypatch, k
     assert len(chosen) == (runs == "rowwise")
 
 
-def test_a_search_that_makes_the_accelerator_anew_keeps_the_recipe(
-    accelerate, tmp_path, monkeypatch
-):
+def test_a_search_that_makes_accelerators_keeps_the_recipe(accelerate, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
 
     @dataclass

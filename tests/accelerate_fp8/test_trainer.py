@@ -38,9 +38,7 @@ class _Arguments4:
 
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize(("backend", "expected"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
-def test_transformers_4_hands_the_precision_over_in_the_environment(
-    launched, bf16, backend, expected
-):
+def test_transformers_4_hands_the_precision_over_by_environment(launched, bf16, backend, expected):
     launched.setenv("ACCELERATE_FP8_BACKEND", backend)
     post_init(_Arguments4.__post_init__, _Arguments4(bf16))
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == (expected if bf16 else "fp8")

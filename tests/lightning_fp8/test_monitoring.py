@@ -95,7 +95,7 @@ def test_a_fall_back_outlives_a_checkpoint(tmp_path):
     assert layer == "net.0"
 
 
-def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(tmp_path):
+def test_a_monitor_of_a_resumed_run_counts_as_the_trainer_does(tmp_path):
     host, config = lightning.pytorch, FP8Config(recipe="tensorwise")
     trainer = _trainer(host, tmp_path, 5, config)
     trainer.fit(_model(host), _data())

@@ -173,7 +173,7 @@ def test_plugin_pickles_and_leaves_the_models_of_this_process_behind(module):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_strategy_that_cannot_host_fp8_is_refused_with_what_to_use(
+def test_strategy_that_cannot_host_fp8_is_refused_for_others(
     monkeypatch, host, name, advice, given
 ):
     # Lightning refuses FSDP on the CPU before it looks at the precision.

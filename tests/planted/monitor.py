@@ -30,6 +30,12 @@ FAULTS = {
         'Bound("experts", "empty", -INF, 1.0,',
     ),
     ("torch_fp8/monitor/fallback.py", f"{_TESTS}/test_fallback.py"): (
+        "a layer returns although its alarms go on",
+        '                self.fallen[name]["last"] = step\n',
+        "",
+        "a layer that returns has the histories from before",
+        "        layer.reset_scaling()\n",
+        "",
         "the number of fallbacks of a layer is not restored",
         'self.times = {n: int(t) for n, t in state["times"].items() if n in known}',
         'self.times = {n: 1 for n, t in state["times"].items() if n in known}',

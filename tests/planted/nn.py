@@ -7,6 +7,11 @@ _PLAN = (
 )
 _MEMORY = f"{_TESTS}/test_input_group.py::test_gradients_take_the_memory_of_layers_apart"
 FAULTS = {
+    ("torch_fp8/nn/linear.py", f"{_TESTS}/test_delayed_layers.py"): (
+        "steps do not renew the scales of a copied layer",
+        "            self.fp8.scaling.track(self)",
+        "            pass",
+    ),
     ("torch_fp8/nn/linear_function.py", "tests/torch_fp8/autograd/test_high_precision.py"): (
         "a gradient that is differentiated comes without that of the bias",
         "grad_bias = matrix(grad).sum(0, dtype=torch.float32).to(ctx.dtypes[2])",

@@ -99,9 +99,7 @@ def test_a_misspelled_word_is_answered_with_the_nearest(arguments, meant, capsys
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_a_card_that_is_not_there_and_a_name_of_the_hub_have_a_way_out(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_card_that_is_missing_and_a_name_of_the_hub_have_a_way_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(model, *more):
@@ -129,9 +127,7 @@ def test_each_option_says_what_it_is():
 
 
 @pytest.mark.parametrize("options", [[], ["--all"], ["--self-test"]], ids=str)
-def test_what_is_known_is_printed_before_the_hosts_are_imported(
-    options, plant, monkeypatch, capsys
-):
+def test_what_is_known_is_printed_before_hosts_are_imported(options, plant, monkeypatch, capsys):
     seen = []
 
     def imported():

@@ -152,9 +152,7 @@ WRONG = {
     [(name, options) for name, every in WRONG.items() for options in every],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )
-def test_wrong_options_are_a_line_and_an_exit_status(
-    command, options, tiny_llama, tmp_path, capsys
-):
+def test_wrong_options_are_a_line_and_exit_status(command, options, tiny_llama, tmp_path, capsys):
     words = [w.format(path=tiny_llama, out=tmp_path / "o") for w in COMMANDS.get(command, ["env"])]
     try:
         status = cli.main([*words, *options])

@@ -161,9 +161,7 @@ def test_a_frozen_model_keeps_its_very_bytes(tmp_path):
         ("modelopt", "mxfp8", "compressed-tensors"),
     ],
 )
-def test_a_recipe_that_a_format_cannot_say_is_refused_with_one_that_can(
-    tmp_path, format, recipe, other
-):
+def test_a_recipe_that_a_format_cannot_say_is_refused_for_another(tmp_path, format, recipe, other):
     model = _trained(recipe, steps=0)
     with pytest.raises(ValueError, match=rf"cannot express recipe '{recipe}'.*format='{other}'"):
         export(model, tmp_path / "out", format)

@@ -94,9 +94,7 @@ def test_residuals_are_dropped_where_no_optimizer_keeps_them(tmp_path):
 
 
 @pytest.mark.parametrize("write_weight", ["copy_", "data"])
-def test_a_weight_that_was_written_keeps_half_a_spacing_at_most_of_the_files(
-    tmp_path, write_weight
-):
+def test_a_written_weight_keeps_half_a_spacing_at_most_of_the_files(tmp_path, write_weight):
     _written(tmp_path)
     model = load_trainable(_Model, tmp_path)
     weight, other = model[0].up_proj.weight, torch.randn(256, 128).bfloat16()

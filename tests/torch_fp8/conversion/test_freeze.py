@@ -60,6 +60,8 @@ def test_norms_and_mlps_are_connected_once(monkeypatch, is_converted):
         monkeypatch.setattr(f"torch_fp8.conversion.{module}.convert_producers", connect)
     assert freeze(model).frozen == ("up", "down")
     assert connected == [model]
+    thaw(model)
+    assert connected == [model] * 2
 
 
 def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(spy):

@@ -173,9 +173,7 @@ def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, 
 
 
 @pytest.mark.parametrize(("recipe", "products"), [("tensorwise", 4), ("rowwise", 6)])
-def test_layers_with_one_input_share_its_cast_and_the_products_of_backward(
-    monkeypatch, recipe, products
-):
+def test_layers_with_one_input_share_its_cast_and_backward_products(monkeypatch, recipe, products):
     shapes = tuple(LayerShape(n, 32, False, torch.bfloat16) for n in (64, 16))
     cast, multiply, seen = quantize.quantize_2d, scaled_mm._multiply, []
 

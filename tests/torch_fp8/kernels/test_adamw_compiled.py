@@ -45,9 +45,7 @@ def test_every_class_compiles_without_spills(launch_of, compile_all):
 
 
 @pytest.mark.parametrize(("grad", "most"), [("bf16", 102), ("8-bit", 111)])
-def test_a_step_takes_a_hundred_instructions_for_an_element(
-    grad, most, launch_of, count_instructions
-):
+def test_a_step_takes_a_hundred_instructions_an_element(grad, most, launch_of, count_instructions):
     """At four a cycle, 132 multiprocessors and 1.9 GHz that is 3.2 ms for a billion elements."""
     step = next(iter(launch_of("bf16 with 8 bits", grad, "flat")))
     elements = dict(step.constants)["GROUPS"]  # of a thread: groups and a warp's threads are 32

@@ -142,9 +142,7 @@ def test_casts_beside_transposes_compile_without_spills(record_launches, compile
 
 
 @pytest.mark.parametrize(("row", "col"), [(True, True), (False, False)])
-def test_a_cast_raises_its_slot_once_in_each_program(
-    record_launches, compile_for, atomics_in, row, col
-):
+def test_a_cast_raises_its_slot_once_a_program(record_launches, compile_for, atomics_in, row, col):
     """A maximum in any order, of bits: no thread waits for another program's."""
     options = CastOptions(FORMATS[0], "tensorwise", False, row, col, torch.ones(()), torch.ones(()))
     with record_launches(quantize) as launches:

@@ -296,9 +296,7 @@ def test_launches_of_a_gated_mlp(record_launches):
     ],
     ids=str,
 )
-def test_one_launch_finds_the_amax_of_what_one_tile_holds(
-    record_launches, shape, columnwise, whole
-):
+def test_one_launch_finds_the_amax_of_what_a_tile_holds(record_launches, shape, columnwise, whole):
     x = torch.empty(shape, dtype=torch.bfloat16)
     cast = CastOptions(E4M3, "tensorwise", True, True, columnwise)
     with record_launches(quantize) as casts_of_it:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.internals import is_paused, pause, resume
+from tests.steps import renew_scales
 from tests.torch_fp8.monitor.test_faults import Watched, _outlier_channel
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
 
@@ -23,6 +24,8 @@ def test_a_paused_layer_is_the_linear_layer_that_it_was():
     convert_to_float8(layer, FP8Config(recipe="delayed"))
     x = torch.randn(16, 64)
     in_fp8 = layer(x)
+    layer(100 * x)
+    renew_scales()
     pause(layer)
     pause(layer)
     assert isinstance(layer, Float8Linear)
@@ -46,16 +49,16 @@ def test_a_layer_falls_back_returns_and_waits_twice_as_long():
     watched = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=3)
     healthy = watched.in_x
     paused = {}
-    for step in range(1, 17):
-        if step in (2, 7):
+    for step in range(1, 18):
+        if step in (2, 7, 8):  # it waits from the last alarm on
             _outlier_channel(watched)
         else:
             watched.in_x = healthy
         watched.step()
         paused[step] = "0" in _paused(watched.model)
-    assert [s for s in paused if paused[s]] == [2, 3, 4, *range(7, 13)]
+    assert [s for s in paused if paused[s]] == [2, 3, 4, *range(7, 14)]
     kinds = [(e["step"], e["event"]) for e in watched.monitor.events if e["layer"] == "0"]
-    assert kinds == [(2, "fallback"), (5, "return"), (7, "fallback"), (13, "return")]
+    assert kinds == [(2, "fallback"), (5, "return"), (7, "fallback"), (14, "return")]
     assert any("0 runs BF16: fp8/0/input/" in text for text in watched.said)
     assert "2 fallback, 2 return" in watched.monitor.summary()
 

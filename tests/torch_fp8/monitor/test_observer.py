@@ -274,7 +274,7 @@ def test_statistics_are_those_of_both_passes_of_a_checkpoint(monkeypatch, recipe
 
 
 @pytest.mark.parametrize("factor", [1e4, 100.0, 1e-4, math.inf, math.nan])
-def test_a_weight_that_is_changed_between_steps_has_the_scale_that_it_was_cast_with(
+def test_a_weight_that_changes_between_steps_has_the_scale_that_it_was_cast_with(
     monkeypatch, factor
 ):
     watched = Watched(monkeypatch, nn.Linear(K, N), recipe="delayed", amax_history_len=8)

@@ -340,9 +340,7 @@ def _converted(model, recipe):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("repeated", [False, True], ids=["", "checkpoint"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_backward_has_the_scales_of_forward_if_an_optimizer_steps_in_between(
-    recipe, repeated, backend
-):
+def test_backward_has_the_scales_of_forward_if_an_optimizer_steps_before(recipe, repeated, backend):
     model, optimizer = _converted(Readers(), recipe)
     run = (lambda x: checkpoint(model, x, use_reentrant=False)) if repeated else model
     forward = torch.compile(run, backend=backend)

@@ -264,6 +264,9 @@ def test_an_adapter_that_is_added_later_is_looked_at_too():
     model.set_adapter("plain")
     model(IDS).logits.sum().backward()
     assert up(model).lora_A["plain"].weight.grad is not None
+    with torch.no_grad(), rollout(model):
+        logits = [(model.set_adapter(n), model(IDS).logits)[1] for n in ("default", "plain")]
+    assert not torch.equal(*logits)
     up(model).lora_dropout["plain"] = torch.nn.Dropout(0.25)
     with pytest.raises(ValueError, match=r"up_proj.*' has lora_dropout=0.25"):
         model(IDS)

@@ -150,6 +150,9 @@ def test_single_layers_by_overrides():
     report = convert_to_float8(model, config)
     assert report.smooth == ("1.down_proj",)
     assert report.unfused == ()
+    config = FP8Config(recipe="tensorwise", graph_scales="last_step", smooth_swiglu=True)
+    convert_to_float8(model, config)
+    assert model[1].down_proj.fp8.scaling is None  # its factors are of the current input
     with pytest.raises(ValueError, match="backend='transformer-engine' excludes smooth_swiglu"):
         FP8Config(smooth_swiglu=True, backend="transformer-engine")
 

@@ -73,7 +73,9 @@ def test_empty_operands_give_zeros(recipe_name, shape):
     m, k, n = shape
     recipe = make_recipe(recipe_name)
     a, b = quantize(torch.randn(m, k), recipe.input), quantize(torch.randn(n, k), recipe.weight)
-    assert torch.equal(scaled_matmul(a, b, torch.bfloat16), torch.zeros(m, n, dtype=torch.bfloat16))
+    for bias in (torch.zeros(n), torch.ones(n)):
+        got = scaled_matmul(a, b, torch.bfloat16, bias=bias)
+        assert torch.equal(got, bias.bfloat16().expand(m, n))
 
 
 @pytest.mark.parametrize("recipe_name", ["tensorwise", "delayed", "rowwise"])

@@ -171,9 +171,7 @@ WRITES = {
 @pytest.mark.parametrize("special", [0.0, -0.0, float("inf"), 3.3895e38])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @torch.no_grad()
-def test_bf16_weights_are_what_was_written_and_their_residuals_at_most_half_a_spacing(
-    write, special
-):
+def test_bf16_weights_are_what_was_written_and_residuals_at_most_half_a_spacing(write, special):
     with torch.enable_grad():
         model, optimizer = _converted(steps=2, dtype=torch.bfloat16)
     assert residual_of(model[0].weight).any()

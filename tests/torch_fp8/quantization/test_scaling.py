@@ -60,7 +60,7 @@ def test_delayed_scale_follows_the_history():
     largest, newest = (past_amax(history, algorithm) for algorithm in ("max", "most_recent"))
     assert delayed_scale(largest, E4M3, 0) == torch.tensor(8.0) / 448
     assert delayed_scale(newest, E4M3, 0) == torch.tensor(2.0) / 448
-    assert delayed_scale(largest, E4M3, 2) == torch.tensor(32.0) / 448
+    assert delayed_scale(largest, E4M3, 3) == torch.tensor(64.0) / 448
     both = past_amax(torch.stack([history, 2 * history]), "max")
     assert delayed_scale(both, E5M2, 0).tolist() == (torch.tensor([8.0, 16.0]) / 57344).tolist()
 
@@ -98,6 +98,7 @@ def test_what_is_as_large_again_is_no_outlier():
     assert _pushed([2.0, 1e6, 1e6]).tolist() == [1e6, -2.0, 2.0, 0.0]
     assert _pushed([2.0, 1e6, math.nan, 1e6]).tolist() == [1e6, -2.0, -2.0, 2.0]
     assert _pushed([1e38])[0] == torch.tensor(1e38)  # nothing to compare it with
+    assert _pushed([2.0, 8192.0])[0] == 8192.0  # the bound itself
     assert _pushed([2.0, 1e38], "most_recent")[0] == torch.tensor(1e38)  # for one step alone
 
 

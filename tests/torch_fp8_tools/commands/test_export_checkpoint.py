@@ -70,9 +70,7 @@ def _bytes(tensor):
         *((recipe, "O2", False) for recipe in ("tensorwise", "rowwise", "mxfp8")),
     ],
 )
-def test_whole_weights_give_the_bytes_of_the_model_that_is_trained(
-    tmp_path, recipe, opt_level, tied
-):
+def test_whole_weights_give_the_bytes_of_the_trained_model(tmp_path, recipe, opt_level, tied):
     """BF16 of a whole weight by rounding to even differs in one weight of some hundred."""
     model, optimizer = _trained(recipe, opt_level, tie_word_embeddings=tied)
     _saved(model, optimizer, tmp_path / "in")

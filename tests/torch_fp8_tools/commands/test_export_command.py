@@ -49,9 +49,7 @@ def test_options_of_the_configuration_count(checkpoint, tmp_path, capsys):
         (["--format", "fine-grained", "--config", '{"recipes": 1}'], "unknown FP8Config option"),
     ],
 )
-def test_a_mistake_in_the_call_is_2_and_leaves_nothing(
-    checkpoint, tmp_path, capsys, arguments, message
-):
+def test_a_mistake_is_2_and_leaves_nothing(checkpoint, tmp_path, capsys, arguments, message):
     assert _export(checkpoint, tmp_path / "out", *arguments) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

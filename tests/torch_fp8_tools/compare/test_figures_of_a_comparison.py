@@ -204,7 +204,10 @@ def test_seeds_that_change_nothing_are_named(tmp_path):
         second = _record(
             folder, "bf16", 1.0, 100, _falling(), seed=1, weights=weights, batches=batches
         )
-        notes = str(outcome([first, second]).notes)
+        second.losses[40] = math.nan
+        result = outcome([first, second])
+        assert result.variants[0].diverged
+        notes = str(result.notes)
         assert ("weights and batches of --seeds 1 are those of 0" in notes) == note
 
 
