@@ -104,7 +104,7 @@ FAULTS = {
         (
             "    def __reduce_ex__(self, protocol: Any) -> Any:\n"
             "        return Float8Grad, (self.codes, *self.form)\n\n"
-            '    def __repr__(self) -> str:\n        return f"Float8Grad'
+            '    def __repr__(self):\n        return f"Float8Grad'
         ),
         "an 8-bit gradient that is copied shares the copy's random bits",
         "return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())",
