@@ -237,7 +237,8 @@ def cross_entropy_cast_kernel(
     band, part = tl.program_id(0), tl.program_id(1)
     # Offsets within a tile are 32-bit: 64-bit ones would take twice the registers.
     first_row = band.to(tl.int64) * BLOCK_R
-    tile_r = tl.arange(0, BLOCK_R)[:, None]
+    r = tl.arange(0, BLOCK_R)
+    tile_r = r[:, None]
     tile_c = tl.arange(0, BLOCK_C)[None, :]
     rows_left = (rows - first_row).to(tl.int32)
     inside = tile_r < rows_left
@@ -249,10 +250,14 @@ def cross_entropy_cast_kernel(
     form = (scale, cap, inverse_cap, inverse_temperature)
     terms = (label_ptr, mass_ptr, hit_ptr, smooth_ptr, spread_ptr, lse_ptr, entropy_ptr)
     label, mass, hit, smooth, spread, lse, entropy = load_token(
-        terms, first_row + tile_r, inside, SMOOTH, SPREAD, True
+        terms, first_row + r, r < rows_left, SMOOTH, SPREAD, True
     )
-    label = label.to(tl.int32)
-    token = (mass, hit, smooth, spread, lse, entropy)
+    if SMOOTH:
+        smooth = smooth[:, None]
+    if SPREAD:
+        spread, entropy = spread[:, None], entropy[:, None]
+    label = label.to(tl.int32)[:, None]
+    token = (mass[:, None], hit[:, None], smooth, spread, lse[:, None], entropy)
     payload_scale = tl.load(scale_ptr)
     exact = tl.zeros((BLOCK_R,), tl.float32)
     cast = tl.zeros((BLOCK_R,), tl.float32)
@@ -274,19 +279,18 @@ def cross_entropy_cast_kernel(
         grad = tl.where(is_label, 0.0, grad)
         exact += tl.sum(grad, axis=1)
         q = cast_bounded(grad, payload_scale, True, True)
+        # Triton would compute q once per layout. It deems a remainder too dear for that, and LLVM
+        # drops this one.
+        q = (q.to(tl.uint64) % 256).to(tl.uint8)
         values = (q.to(tl.uint16) << 8).to(tl.float16, bitcast=True)  # E5M2 is half of float16
         cast += tl.sum(values.to(tl.float32), axis=1)
         if ROW:
             places = tl.max_contiguous(q_ptr + first + (tile_r * width + tile_c), (1, LINE))
             tl.store(places, q, mask=inside & (c < width))
-            if COL:  # read back, or every element would be cast twice
-                tl.debug_barrier()
-                q = tl.load(places, mask=mask, other=0)
         if COL:
             places = qt_ptr + first.to(tl.int64) * length + (tile_c * length + tile_r)
             left = (length - first_row).to(tl.int32)
             tl.store(places, q, mask=(tile_r < left) & (c < cols))
-    r = tl.arange(0, BLOCK_R)
     places = sum_ptr + part.to(tl.int64) * rows + first_row + r
     step = tl.num_programs(1).to(tl.int64) * rows
     tl.store(places, exact, mask=r < rows_left)

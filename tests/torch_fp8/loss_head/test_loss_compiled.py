@@ -29,6 +29,8 @@ def test_losses_compile_without_spills(dtype, width, record_launches, compile_al
         if "cross_entropy_cast_kernel" in ptx:
             assert "min.NaN" not in ptx
             assert "max.NaN" not in ptx
+            # Of 16 elements per thread, in pairs, for both layouts together.
+            assert ptx.count("cvt.rn.satfinite.e5m2x2.f32") == 8
 
 
 def test_numbers_of_tokens_are_no_constants(record_launches):  # noqa: F811
