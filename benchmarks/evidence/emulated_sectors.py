@@ -48,7 +48,7 @@ PAGE = kernel_resources.ROOT / "docs" / "results.md"
 MARK = "<!-- table: python -m benchmarks.evidence.emulated_sectors --docs -->"
 _COUNTS = ("instructions_per_element", "sectors_per_element", "sectors_over_least")
 COLUMNS = ("as", "what", "kernel", *_COUNTS, "triton", "digest")
-SHAPE = (128, 4096)
+SHAPE, CLASSES = (128, 4096), 128256
 E4M3 = torch.float8_e4m3fn
 
 
@@ -68,10 +68,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     wire, layout = card_module(torch_fp8.ops.messages), Layout(4096, 8)
     sent = (layout, 4 * 4096 * 32, torch.bfloat16, 0, None)
     bits = "bf16 with 8 bits"
-    logits, terms = logits_of(16, 8 * SHAPE[1], x.dtype), terms_of(16, 8 * SHAPE[1], "plain")
-    loss, known = (logits, terms, LogitForm()), terms_of(*SHAPE, "plain")
-    known = known._replace(lse=torch.zeros(SHAPE[0]))
-    to_fp8 = (logits_of(*SHAPE, x.dtype), known, LogitForm(), one, True, True, False)
+    logits, terms = logits_of(128, CLASSES, x.dtype), terms_of(128, CLASSES, "plain")
+    loss, known = (logits, terms, LogitForm()), terms._replace(lse=torch.zeros(128))
+    to_fp8 = (logits, known, LogitForm(), one, True, True, False)
     return {
         "tensorwise, scale known": cast("tensorwise", True, True, one),
         "tensorwise, forward alone": cast("tensorwise", True, False, one),
