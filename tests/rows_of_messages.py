@@ -6,12 +6,21 @@ from torch_fp8.ops import messages as wire
 from torch_fp8.ops.messages import Layout
 
 
-def pack(groups, plain=None, *, keys=None):
+def pack(groups, plain=None):
     """Encode (N, G, 32) or (N, 32 * G) values, and plain ones (N, P), as (N, B) messages."""
     groups = groups.reshape(len(groups), -1)  # (N, 32 * G)
     layout = Layout(groups.shape[1] // 32, 0 if plain is None else plain.shape[1])
     flat = None if plain is None else plain.reshape(-1)
-    return wire.pack_flat(groups.reshape(-1), flat, layout, len(groups), keys=keys)
+    return wire.pack_flat(groups.reshape(-1), flat, layout, len(groups))
+
+
+def pieces(x):
+    """Return messages that sum to (G, 32) float32 values, exactly."""
+    parts, layout = [], Layout(len(x))
+    while x.any():
+        parts.append(pack(x[None]))
+        x = x - unpack(parts[-1], layout, x.dtype)[0].view_as(x)
+    return torch.cat(parts)
 
 
 def unpack(messages, layout, dtype, codec=wire):

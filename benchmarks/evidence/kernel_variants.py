@@ -144,7 +144,7 @@ def unaligned_messages() -> None:
     """Unpack into memory that begins or ends within 16 bytes, and compare with whole memory."""
     layout, values_of = Layout(100, 9), 4 * 100 * 32
     flat, plain = values(values_of).to(BF16), values(4 * 9)
-    packed = torch_fp8.ops.messages.pack_flat(flat, plain, layout, 4, keys=None)
+    packed = torch_fp8.ops.messages.pack_flat(flat, plain, layout, 4)
     for less in (0, 7):
         out = torch.zeros(values_of - less, dtype=BF16)
         wire.unpack(packed, layout, out)

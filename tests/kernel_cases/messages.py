@@ -13,7 +13,7 @@ import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from tests.internals import random_words, stream_keys
 from tests.kernel_cases.comparison import close, require, same_values
-from tests.rows_of_messages import unpack
+from tests.rows_of_messages import pieces, unpack
 from torch_fp8.ops.messages import Layout
 
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
@@ -61,7 +61,7 @@ def check_rounding(parts: Any, wire: Any, device: str) -> None:
     Without the half bit below the 16 random ones, or with the words of other elements, they are
     rounded down: what random values do not tell in 2^16 draws.
     """
-    rows, layout, keys = 140, Layout(70), (1, 2)
+    rows, layout, keys = 140, Layout(140), (1, 2)
     words = random_words(torch.arange(rows * 32, dtype=torch.int32), keys) & 0xFFFF
     below = (1 << 20) - (words << 4) - 4  # of the spacing of three mantissa bits
     x = (torch.tensor(2.5).view(torch.int32) + below).view(torch.float32).view(rows, 32)
@@ -69,9 +69,11 @@ def check_rounding(parts: Any, wire: Any, device: str) -> None:
     want = torch_fp8.ops.grad_codec.quantize_gradient(x, keys)
     require((torch_fp8.ops.grad_codec.decode_gradient(want, x.dtype) >= x).all(), "rounded down")
     same_values(parts.quantize_gradient(x.to(device), keys).qdata, want.qdata, "rounded gradient")
-    packed = torch_fp8.ops.messages.pack_flat(x.view(-1), None, layout, 2, keys=keys)
-    got = wire.pack_flat(x.view(-1).to(device), None, layout, 2, keys=keys)
-    _same_messages(got, packed, layout, "rounded messages")
+    messages, reference = pieces(x), torch_fp8.ops.messages
+    rounded = reference.reduce_and_repack(messages, layout, keys=keys)
+    require((unpack(rounded, layout, x.dtype)[0].view_as(x) >= x).all(), "messages rounded down")
+    got = wire.reduce_and_repack(messages.to(device), layout, keys=keys)
+    _same_messages(got, rounded, layout, "rounded messages")
 
 
 def check_messages(
@@ -89,8 +91,8 @@ def check_messages(
     x = (torch.randn(numel, generator=generator) * 2.0**exponent).to(dtype)
     plain = torch.randn(4 * layout.num_plain, generator=generator)
     x[:2] = torch.tensor([float("nan"), 0.0])[:numel]
-    want = reference.pack_flat(x, plain, layout, 4, keys=keys)
-    got = wire.pack_flat(x.to(device), plain.to(device), layout, 4, keys=keys)
+    want = reference.pack_flat(x, plain, layout, 4)
+    got = wire.pack_flat(x.to(device), plain.to(device), layout, 4)
     _same_messages(got, want, layout, f"packed {what}")
     _same_messages(
         wire.reduce_and_repack(want.to(device), layout, 1 / 3, keys=keys),

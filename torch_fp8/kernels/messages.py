@@ -93,16 +93,13 @@ def _store(
 
 
 # Not specialized on sizes and keys: one binary serves all of them, whatever their divisibility.
-@triton.jit(do_not_specialize=["numel", "num_groups", "stride", "key0", "key1"])
+@triton.jit(do_not_specialize=["numel", "num_groups", "stride"])
 def pack_kernel(
     values_ptr,
     messages_ptr,
     numel,
     num_groups,
     stride,
-    key0,
-    key1,
-    STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether 16 values can move at once
     GROUPS: tl.constexpr,
 ):
@@ -113,7 +110,7 @@ def pack_kernel(
     first = (row * num_groups + tile * GROUPS) * 32
     places, mask = _values_of(values_ptr, first, numel, inside, ALIGNED, GROUPS)
     x = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    _store(x, first, codes_ptr, scales_ptr, inside, key0, key1, STOCHASTIC, GROUPS)
+    _store(x, first, codes_ptr, scales_ptr, inside, 0, 0, False, GROUPS)
 
 
 @triton.jit(do_not_specialize=["numel", "num_groups", "stride"])
@@ -207,13 +204,12 @@ def _launch_all(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: An
             kernel[grid](*arguments, **flags, num_warps=WARPS, enable_fp_fusion=False)
 
 
-def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> None:
+def pack(values: Tensor, layout: Any, messages: Tensor) -> None:
     """Encode the groups of a flat buffer into messages; see `ops.messages.pack_flat`."""
     aligned, groups = _tile(values)
     grid = cdiv(layout.num_groups, groups), messages.shape[0]
     sizes = values.numel(), layout.num_groups, messages.stride(0)
-    flags = {"STOCHASTIC": keys is not None, "ALIGNED": aligned, "GROUPS": groups}
-    _launch_all(pack_kernel, grid, values, messages, *sizes, *(keys or (0, 0)), **flags)
+    _launch_all(pack_kernel, grid, values, messages, *sizes, ALIGNED=aligned, GROUPS=groups)
 
 
 def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:

@@ -92,14 +92,7 @@ def split_layout(numel: int, num_plain: int, num_messages: int) -> Layout:
     return Layout(-(-num_groups // num_messages), -(-num_plain // num_messages))
 
 
-def pack_flat(
-    values: Tensor,
-    plain: Tensor | None,
-    layout: Layout,
-    num_messages: int,
-    *,
-    keys: Keys | None = None,
-) -> Tensor:
+def pack_flat(values: Tensor, plain: Tensor | None, layout: Layout, num_messages: int) -> Tensor:
     """Encode flat buffers, split over the messages and padded with zeros.
 
     Args:
@@ -108,8 +101,6 @@ def pack_flat(
             values.
         layout: the layout of each message.
         num_messages: the number of messages, N.
-        keys: the keys of the random bits for stochastic rounding, one word for each value by its
-            index in the messages, or None to round to nearest even.
     Returns:
         (N, B) uint8.
     """
@@ -120,10 +111,10 @@ def pack_flat(
     if values.is_cuda:
         from torch_fp8.kernels import messages as wire
 
-        wire.pack(values, layout, messages, keys)
+        wire.pack(values, layout, messages)
     elif _has_values(values):
         more = num_messages * layout.num_values - values.numel()
-        _store(F.pad(values.float(), (0, more)), layout, messages, keys)
+        _store(F.pad(values.float(), (0, more)), layout, messages, None)
     if layout.num_plain:
         part = layout.plain(messages)
         flat = torch.zeros(part.numel(), dtype=torch.bfloat16, device=part.device)
@@ -176,7 +167,8 @@ def reduce_and_repack(
 
     Args:
         messages, layout, scale: see `unpack_sum`.
-        keys: see `pack_flat`; the index of a value is that in the result.
+        keys: the keys of the random bits for stochastic rounding, one word for each value by its
+            index in the result, or None to round to nearest even.
     Returns:
         (1, B) uint8, the message of the sum.
     """

@@ -2,12 +2,11 @@ import pytest
 import torch
 
 from tests.internals import stream_keys
-from tests.rows_of_messages import pack, unpack
+from tests.rows_of_messages import pack, pieces, unpack
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.messages import Layout, split_layout
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-KEYS = stream_keys(1, 2)
 
 
 def _values(*shape, seed=0, dtype=torch.float32):
@@ -37,16 +36,15 @@ def test_shares_of_a_buffer_cover_it():
 
 
 @DTYPES
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["nearest", "stochastic"])
-def test_what_is_packed_comes_out_again(dtype, keys):
+def test_what_is_packed_comes_out_again(dtype):
     x, plain = _values(3, 20, 32, dtype=dtype), _values(3, 7)
     layout = Layout(20, 7)
-    messages = pack(x, plain, keys=keys)
+    messages = pack(x, plain)
     values, of_plain = unpack(messages, layout, dtype)
     assert values.dtype == of_plain.dtype == dtype
-    assert _close(values, x.view(3, -1), 0.014 if keys is None else 0.02)
+    assert _close(values, x.view(3, -1), 0.014)
     assert torch.equal(of_plain, plain.bfloat16().to(dtype))
-    again = pack(values, of_plain, keys=keys)
+    again = pack(values, of_plain)
     assert torch.equal(unpack(again, layout, dtype)[0], values)
 
 
@@ -92,30 +90,26 @@ def test_sums_are_made_in_float32_in_the_order_of_the_messages(dtype):
     assert torch.equal(out_plain, (want_plain * 0.2).to(dtype))
 
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["nearest", "stochastic"])
-def test_combining_is_summing_and_packing(keys):
+def test_combining_is_summing_and_packing():
     messages = pack(_values(4, 640), _values(4, 9))
     layout = Layout(20, 9)
     total, total_plain = torch.empty(640), torch.empty(9)
     wire.unpack_sum(messages, layout, total, total_plain, 0.25)
-    want = pack(total[None], total_plain[None], keys=keys)
-    got = wire.reduce_and_repack(messages, layout, 0.25, keys=keys)
+    want = pack(total[None], total_plain[None])
+    got = wire.reduce_and_repack(messages, layout, 0.25)
     assert torch.equal(layout.codes(got), layout.codes(want))
     assert torch.equal(layout.scales(got), layout.scales(want))
     assert torch.equal(layout.plain(got), layout.plain(want))
 
 
-@pytest.mark.parametrize("combined", [False, True])
-def test_rounding_is_stochastic_with_keys(combined):
+def test_rounding_is_stochastic_with_keys():
     """The mean of 400 is off by a twentieth of one's error; words are one for each value."""
-    x, layout = _values(1, 32 * 100), Layout(100)
+    messages, layout = pack(_values(1, 32 * 100)), Layout(100)
+    exact = unpack(messages, layout, torch.float32)[0] * 0.3
     draws = []
     for i in range(400):
-        messages = pack(x, keys=None if combined else stream_keys(i))
-        exact = unpack(messages, layout, torch.float32)[0] * 0.3 if combined else x
-        if combined:
-            messages = wire.reduce_and_repack(messages, layout, 0.3, keys=stream_keys(i))
-        draws.append(unpack(messages, layout, torch.float32)[0] - exact)
+        got = wire.reduce_and_repack(messages, layout, 0.3, keys=stream_keys(i))
+        draws.append(unpack(got, layout, torch.float32)[0] - exact)
     errors = torch.stack(draws)
     size = float(errors.pow(2).mean(0).sum().sqrt())
     assert float(errors.mean(0).norm()) < 1.2 / 20 * size
@@ -127,7 +121,9 @@ def test_random_words_round_to_the_mean(monkeypatch):
     """With each of the 2^16 words once, the mean is right to half of one of their steps."""
     monkeypatch.setattr(wire, "random_words", lambda index, keys: index // 32)
     x = torch.cat([torch.tensor([100.0]), 0.03 + 90 * torch.rand(31) ** 6])
-    messages = pack(x.repeat(1, 1 << 16), keys=KEYS)
+    parts, _ = unpack(pieces(x[None]), Layout(1), x.dtype)
+    messages = pack(parts.repeat(1, 1 << 16))
+    messages = wire.reduce_and_repack(messages, Layout(1 << 16), keys=(0, 0))
     mean = unpack(messages, Layout(1 << 16), torch.float32)[0].view(-1, 32).double().mean(0)
     spacing = torch.exp2(x.log2().floor() - 3).clamp(min=2.0**-5)  # or finer
     assert ((mean - x).abs() <= spacing * 0.51 * 2.0**-16).all()
