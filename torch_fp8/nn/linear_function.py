@@ -71,14 +71,7 @@ class PlainOperands:
 
     @staticmethod
     def cast(
-        quantizers: Quantizers,
-        x: Tensor,
-        weight: Tensor,
-        training: bool | None,
-        *,
-        wgrad: bool,
-        fp8_wgrad: bool,
-        dtype: torch.dtype,
+        quantizers: Quantizers, x: Tensor, weight: Tensor, training: bool | None, **needs: Any
     ) -> CastOperands:
         """Cast the operands of fprop, and the input for the wgrad that may follow.
 
@@ -87,7 +80,7 @@ class PlainOperands:
             x: (..., K).
             weight: (N, K), or (K, N) if its quantizer is `transposed`.
             training: whether the layer is in training mode, or None if a backward may follow.
-            wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
+            needs: wgrad, fp8_wgrad and dtype of `torch_fp8.tensor.quantizer.quantize_input`.
         """
         if training is None:  # cast the weight first, while a collective may still fill x
             w = quantizers.weight.for_fprop(weight)
@@ -96,7 +89,6 @@ class PlainOperands:
         observer = quantizers.observer
         if observer is not None:
             observer.weight(weight, w)
-        needs: dict[str, Any] = {"wgrad": wgrad, "fp8_wgrad": fp8_wgrad, "dtype": dtype}
         payloads = quantize_input(quantizers.input, x, **needs, observer=observer)
         # A tensorwise scale serves both layouts, so that backward need not compute it again.
         return CastOperands(payloads, w, w.scale if w.granularity == "tensorwise" else None)

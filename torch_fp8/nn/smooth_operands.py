@@ -9,6 +9,8 @@ steps without Smooth-SwiGLU. The gradient of the weight, ``g^T (x s)``, is divid
 Legend: M tokens, K in, N out.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,20 +36,14 @@ class SmoothOperands(PlainOperands):
 
     @staticmethod
     def cast(
-        quantizers: Quantizers,
-        x: Tensor,
-        weight: Tensor,
-        training: bool | None,
-        *,
-        wgrad: bool,
-        fp8_wgrad: bool,
-        dtype: torch.dtype,
+        quantizers: Quantizers, x: Tensor, weight: Tensor, training: bool | None, **needs: Any
     ) -> CastOperands:
         """Cast the operands of fprop, and the input for the wgrad that may follow.
 
         `training` is not used: ``w / s`` changes with each input, so it is never cached.
         """
         of_input = quantizers.input
+        wgrad, fp8_wgrad, dtype = needs["wgrad"], needs["fp8_wgrad"], needs["dtype"]
         if isinstance(x, LazyQuantizedTensor):
             source = x.production
         else:
