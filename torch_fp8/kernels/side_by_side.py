@@ -62,10 +62,10 @@ def cast_side_by_side_kernel(
 
 def cast_side_by_side(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     c: Tensor | None,
     scale_a: Tensor,
-    scale_b: Tensor,
+    scale_b: Tensor | None,
     scale_c: Tensor | None,
     dtype: torch.dtype,
     after: Tensor | None,
@@ -78,10 +78,9 @@ def cast_side_by_side(
     tiles = sum(cdiv(n, BLOCK) for n in rows) * cdiv(cols, BLOCK)
     cast_side_by_side_kernel[(tiles,)](
         *weights,
-        *weights[: 3 - len(weights)],
+        *weights[:1] * (3 - len(weights)),
         scale_a,
-        scale_b,
-        *pointers((scale_c, after, out), scale_a),
+        *pointers((scale_b, scale_c, after, out), scale_a),
         scale,
         *rows,
         *[0] * (3 - len(rows)),

@@ -1,6 +1,7 @@
 """The weights that one product multiplies by, cast into one payload, each at its place."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ MOST = 3
 
 def _fake(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     c: Tensor | None,
     scale_a: Tensor,
-    scale_b: Tensor,
+    scale_b: Tensor | None,
     scale_c: Tensor | None,
     dtype: torch.dtype,
     after: Tensor | None,
@@ -33,18 +34,18 @@ def _fake(
 @operator(_fake)
 def cast_side_by_side(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     c: Tensor | None,
     scale_a: Tensor,
-    scale_b: Tensor,
+    scale_b: Tensor | None,
     scale_c: Tensor | None,
     dtype: torch.dtype,
     after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cast two or three matrices (N, K) with the largest of their scales, and transpose them.
+    """Cast up to three matrices (N, K) with the largest of their scales, and transpose them.
 
     Args:
-        a, b, c: matrices in float32, bfloat16 or float16; c may be None.
+        a, b, c: matrices in float32, bfloat16 or float16; b and c may be None.
         scale_a, scale_b, scale_c: () float32 dequantization scale of each.
         dtype: dtype of the payload.
         after: see `torch_fp8.ops.transpose.transposed_bytes`.
@@ -68,18 +69,17 @@ def side_by_side(
         scales: () scale of each weight in fprop. The largest serves all.
         after: see `torch_fp8.ops.transpose.transposed_bytes`.
     """
-    if 1 < len(weights) <= MOST:
-        (a, b, *c), (scale_a, scale_b, *scale_c) = weights, scales
-        last = (c[0], scale_c[0]) if c else (None, None)
-        arguments = a, b, last[0], scale_a, scale_b, last[1]
-        codes, scale = cast_side_by_side(*arguments, spec.format.dtype, after)
+    if len(weights) <= MOST:
+        more = [None] * (MOST - len(weights))
+        arguments: Any = *weights, *more, *scales, *more, spec.format.dtype, after
+        codes, scale = cast_side_by_side(*arguments)
         return QuantizedTensor(codes, scale, spec.granularity)
-    scale = scales[0] if len(scales) == 1 else torch.stack(list(scales)).amax()
-    options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
+    scale = torch.stack(list(scales)).amax()
+    options = CastOptions.of(spec, scale, after=after, rowwise=False, columnwise=True)
     parts = []
     for weight in weights:
         _, part = quantize_layouts(weight, options)
         assert part is not None
         parts.append(part.qdata.view(torch.uint8))
-    codes = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return QuantizedTensor(codes.view(spec.format.dtype), scale, spec.granularity)
+    codes = torch.cat(parts, 1).view(spec.format.dtype)
+    return QuantizedTensor(codes, scale, spec.granularity)
