@@ -31,6 +31,8 @@ class CastOptions(NamedTuple):
             the cast derives the scale. With `scale`, a slot (`raise_slot`) that the cast raises in
             place to the amax of x. Operator schemas do not declare that write, so graphs of
             torch.compile pass a slot only to operators whose kernels they see.
+        after: a tensor that backward computes, the smaller the better, so that torch.compile cannot
+            move the cast to forward when it partitions a graph; not read.
     """
 
     dtype: torch.dtype
@@ -40,6 +42,7 @@ class CastOptions(NamedTuple):
     columnwise: bool
     scale: Tensor | None = None
     amax: Tensor | None = None
+    after: Tensor | None = None
 
     @classmethod
     def of(
@@ -47,13 +50,14 @@ class CastOptions(NamedTuple):
         spec: CastSpec,
         scale: Tensor | None = None,
         amax: Tensor | None = None,
+        after: Tensor | None = None,
         *,
         rowwise: bool,
         columnwise: bool,
     ) -> "CastOptions":
         """Build the options of a cast to the format and granularity of `spec`."""
         as_payload = (spec.format.dtype, spec.granularity, spec.power_of_two)
-        return cls(*as_payload, rowwise, columnwise, scale, amax)
+        return cls(*as_payload, rowwise, columnwise, scale, amax, after)
 
     @property
     def needs_amax(self) -> bool:

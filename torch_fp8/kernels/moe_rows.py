@@ -216,7 +216,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
 
 
 def transpose_payload(
-    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None
+    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.ops.moe_rows.transpose_payload`; groups end at multiples of 16 rows."""
     (tokens, cols), groups = qdata.shape, offs.shape[0]
@@ -227,7 +227,8 @@ def transpose_payload(
         return out, scales
     bits = amax_bits(qdata, groups, cols)
     operands = qdata.contiguous().view(torch.uint8), scale.contiguous(), offs
-    operands = (*operands, offs if token is None else token)
+    more = after if token is None else token
+    operands = (*operands, offs if more is None else more)
     tile = TRANSPOSED if cols % 16 == 0 else ODD_TRANSPOSED
     grid = (cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)
     flags = {"GATHER": token is not None, **tile.options}

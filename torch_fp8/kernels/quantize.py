@@ -205,6 +205,7 @@ def _cast_tiles(
     by_row, _, by_col, _ = layouts
     slot = amax_slot(options)
     unused = scale if slot is None else slot  # in a graph the scale may be a view, a call for each
+    unused = unused if options.after is None else options.after
     if options.rowwise or options.columnwise or slot is not None:
         num_partials = 1 if partial is None else partial.shape[0]
         # Padding needs another length and mask: too many registers with sums, or an amax in E5M2.
@@ -218,7 +219,7 @@ def _cast_tiles(
             *x.stride(),
             *x.shape,
             num_partials,
-            _partial_sums(x, sums, tile.rows, unused),
+            *pointers([_partial_sums(x, sums, tile.rows, unused)], unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE=source,
             AMAX=slot is not None,
@@ -244,7 +245,7 @@ def _rows(x: Tensor, options: CastOptions, layouts: Layouts) -> None:
         quantize_rows_kernel[(cdiv(rows, tile.rows),)](
             x,
             qdata.view(torch.uint8),
-            scale,
+            *pointers((scale, options.after), scale),
             *x.stride(),
             *x.shape,
             E5M2=format_of(options.dtype).has_inf,
@@ -273,7 +274,9 @@ def _blocks(
         squares = granularity == "block_128x128"
         if squares or odd:
             sums = None  # squares are for weights; with sums both would spill
-        unused = layouts[1] if row else layouts[3]
+        unused = options.after
+        if unused is None:
+            unused = layouts[1] if row else layouts[3]
         block_r = ODD_SLICE if odd and row else BLOCK
         block_c = ODD_SLICE if odd and col else BLOCK
         tile = Tile(block_r, block_c, ODD_TILE.warps if odd else TILE_WARPS)

@@ -179,6 +179,7 @@ def quantize_rows_kernel(
     x_ptr,
     row_ptr,
     scale_ptr,
+    after_ptr,  # not read, see `CastOptions.after`
     stride_r,
     stride_c,
     rows,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import CastOptions
@@ -20,26 +21,34 @@ from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.tensor.payload_cache import PayloadCache
 
 
-def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
-    """Transpose stacked weights (E, R, C) with scales (E, R, 1) to (E, C, R), scales (E, C, 1)."""
+def transposed_stacked(
+    x: QuantizedTensor, spec: CastSpec, after: Tensor | None = None
+) -> QuantizedTensor:
+    """Transpose stacked weights (E, R, C) with scales (E, R, 1) to (E, C, R), scales (E, C, 1).
+
+    Args:
+        x: the weights.
+        spec: their cast.
+        after: see `CastOptions`.
+    """
     if x.qdata.is_cuda and x.qdata.shape[1] % GEMM_ALIGNMENT == 0:
-        return transposed_at_once(x)
-    options = CastOptions.of(spec, rowwise=True, columnwise=False)
+        return transposed_at_once(x, after)
+    options = CastOptions.of(spec, after=after, rowwise=True, columnwise=False)
     qdata, scale = transpose_experts(x.qdata, x.scale, options)
     return x._replace(qdata=qdata, scale=scale)
 
 
-def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
+def transposed_at_once(x: QuantizedTensor, after: Tensor | None = None) -> QuantizedTensor:
     """Compute `transposed_stacked` with the kernels that transpose groups of tokens, as bytes.
 
     Args:
-        x: see `transposed_stacked`; R is a multiple of 16.
+        x, after: see `transposed_stacked`; R is a multiple of 16.
     """
     experts, rows, cols = x.qdata.shape
     ends = torch.arange(1, experts + 1, device=x.qdata.device, dtype=torch.int32) * rows
     # (E * R, C): an expert's rows are its group
     flat = x._replace(qdata=x.qdata.flatten(0, 1), scale=x.scale.reshape(-1, 1))
-    turned = transpose_groups(flat, ends)  # (C, E * R) with scales (E, C)
+    turned = transpose_groups(flat, ends, after=after)  # (C, E * R) with scales (E, C)
     codes = turned.qdata.view(torch.uint8).view(cols, experts, rows)
     qdata = codes.transpose(0, 1).contiguous().view(x.qdata.dtype)  # (E, C, R)
     return x._replace(qdata=qdata, scale=turned.scale[..., None])

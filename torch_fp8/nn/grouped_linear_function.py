@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import output_dtype
+from torch_fp8.autograd.current_pass import is_traced, output_dtype
 from torch_fp8.autograd.function import is_returned, once_differentiable
 from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.expert_storage import transposed_stacked
@@ -88,7 +88,12 @@ def cast_rows(x: Tensor, spec: CastSpec) -> QuantizedTensor:
 
 
 def weight_operand(
-    weight: Tensor, options: GroupedOptions, place: int = 0, *, dgrad: bool
+    weight: Tensor,
+    options: GroupedOptions,
+    place: int = 0,
+    after: Tensor | None = None,
+    *,
+    dgrad: bool,
 ) -> QuantizedTensor:
     """Return the payload of a weight that fprop multiplies by, or for `dgrad` that of backward.
 
@@ -96,6 +101,7 @@ def weight_operand(
         weight: weights (E, R, C) in their stored layout.
         options: options of the GEMMs.
         place: index of the weight in `options.caches`.
+        after: see `torch_fp8.kernels.arguments.CastOptions`.
         dgrad: whether this is for backward.
     """
     flip = options.transposed != dgrad
@@ -103,7 +109,7 @@ def weight_operand(
         payload = weight.halves.current_payload(PayloadCast(options.recipe.weight, flip))
         if payload is not None:
             return payload
-    cast_now = partial(cast_weight, weight, options, flip=flip)
+    cast_now = partial(cast_weight, weight, options, after, flip=flip)
     cache = options.caches[place] if options.caches else None
     if cache is None or options.trains or is_capturing(weight.device):
         if cache is not None:
@@ -112,26 +118,31 @@ def weight_operand(
     return cache.evaluation_row(cache.version_of(weight), cast_now, weight.device)
 
 
-def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
+def cast_weight(
+    weight: Tensor, options: GroupedOptions, after: Tensor | None = None, *, flip: bool
+) -> QuantizedTensor:
     """Cast a weight (E, R, C), or with `flip` its transpose (E, C, R), with one scale per row."""
     spec = options.recipe.weight
     if isinstance(weight, Float8FrozenWeight):
         payload = weight.payload.quantized
-        return transposed_stacked(payload, spec) if flip else payload
+        return transposed_stacked(payload, spec, after) if flip else payload
     if isinstance(weight, QuantizableTensor):  # gathered in FP8
         return QuantizedTensor(*weight.stacked_payload(flip), spec.granularity)
-    return cast_stacked(stored(weight), spec, flip)
+    return cast_stacked(stored(weight), spec, flip, after)
 
 
-def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
+def cast_stacked(
+    values: Tensor, spec: CastSpec, flip: bool, after: Tensor | None = None
+) -> QuantizedTensor:
     """Cast plain weights (E, R, C), or with `flip` their transposes (E, C, R), rowwise.
 
     Args:
         values: weights in float32, bfloat16 or float16.
         spec: cast with one scale per row.
         flip: whether to transpose.
+        after: see `torch_fp8.kernels.arguments.CastOptions`.
     """
-    return quantize_stacked(values.transpose(1, 2) if flip else values, spec)
+    return quantize_stacked(values.transpose(1, 2) if flip else values, spec, after)
 
 
 def multiply_rows(
@@ -156,7 +167,8 @@ def multiply_rows(
         dgrad: whether this is the product in backward.
     """
     gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
-    weight8 = weight_operand(weight, options, place, dgrad=dgrad)
+    after = x.scale if dgrad and is_traced() else None
+    weight8 = weight_operand(weight, options, place, after, dgrad=dgrad)
     for observer in options.observers[place : place + 1]:
         observer.weight(weight, weight8, options.transposed != dgrad)
     precise = {"fast_accum": gemm.fast_accum, "emulate": options.emulate}

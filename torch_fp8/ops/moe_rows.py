@@ -100,7 +100,7 @@ def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
 
 
 def transpose_groups(
-    x: QuantizedTensor, offs: Tensor, token: Tensor | None = None
+    x: QuantizedTensor, offs: Tensor, token: Tensor | None = None, after: Tensor | None = None
 ) -> QuantizedTensor:
     """Transpose the rows of each group without a second cast from high precision.
 
@@ -111,10 +111,11 @@ def transpose_groups(
         x: (R, K) with a scale (R, 1); (T, K) with (T, 1) if `token` is given.
         offs: the ends of the groups, see `torch_fp8.ops.moe_rows.Route`; multiples of 16 on CUDA.
         token: the tokens of the rows, gathered in the same pass, or None if x consists of rows.
+        after: see `CastOptions`; only without `token`.
     Returns:
         (K, R) with a scale (E, K), one for each group; zeros after the last group.
     """
-    return QuantizedTensor(*transpose_payload(x.qdata, x.scale, offs, token), x.granularity)
+    return QuantizedTensor(*transpose_payload(x.qdata, x.scale, offs, token, after), x.granularity)
 
 
 def _gather_fake(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
 
 
 def _transpose_fake(
-    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None
+    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     rows, cols = qdata.shape
     rows = rows if token is None else token.shape[0]
@@ -148,7 +149,7 @@ def _transpose_fake(
 
 @operator(_transpose_fake)
 def transpose_payload(
-    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None
+    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The operator ``torch_fp8::transpose_payload``; see `transpose_groups`.
 
@@ -157,6 +158,7 @@ def transpose_payload(
         scale: (R, 1) or (T, 1) float32.
         offs: (E,) int32.
         token: (R,) int64, or None.
+        after: a tensor or None, not read.
     Returns:
         (K, R) E4M3 and (E, K) float32.
     """

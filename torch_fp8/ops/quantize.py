@@ -68,7 +68,9 @@ computed.
 """
 
 
-def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
+def quantize(
+    x: Tensor, spec: CastSpec, scale: Tensor | None = None, after: Tensor | None = None
+) -> QuantizedTensor:
     """Cast x to FP8 along its last dimension, so that ``x ~= qdata.float() * scale``.
 
     Finite overflow saturates, and NaN stays NaN. An infinite element makes all elements that share
@@ -80,18 +82,20 @@ def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> Quantize
         spec: format and granularity.
         scale: () float32 dequantization scale for tensorwise, or None to compute it from the amax
             of x.
+        after: see `CastOptions`.
     """
-    rowwise, _ = quantize_layouts(x, CastOptions.of(spec, scale, rowwise=True, columnwise=False))
+    options = CastOptions.of(spec, scale, after=after, rowwise=True, columnwise=False)
+    rowwise, _ = quantize_layouts(x, options)
     assert rowwise is not None
     return rowwise
 
 
-def quantize_stacked(x: Tensor, spec: CastSpec) -> QuantizedTensor:
+def quantize_stacked(x: Tensor, spec: CastSpec, after: Tensor | None = None) -> QuantizedTensor:
     """Cast x (..., C) to FP8 along its last dimension; `spec` is rowwise unless x is a matrix."""
     if x.ndim == 2:
-        return quantize(x, spec)
+        return quantize(x, spec, after=after)
     assert spec.granularity == "rowwise"
-    row = quantize(x.reshape(-1, x.shape[-1]), spec)  # (E, R, C) -> (E R, C)
+    row = quantize(x.reshape(-1, x.shape[-1]), spec, after=after)  # (E, R, C) -> (E R, C)
     return row._replace(qdata=row.qdata.view(x.shape), scale=row.scale.view(*x.shape[:-1], 1))
 
 

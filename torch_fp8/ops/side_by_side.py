@@ -75,7 +75,7 @@ def side_by_side(
         codes, scale = cast_side_by_side(*arguments)
         return QuantizedTensor(codes, scale, spec.granularity)
     scale = torch.stack(list(scales)).amax()
-    options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
+    options = CastOptions.of(spec, scale, after=after, rowwise=False, columnwise=True)
     parts = []
     for weight in weights:
         _, part = quantize_layouts(weight, options)

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.quantize_beside import quantize_beside
-from torch_fp8.ops.side_by_side import side_by_side
-from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer, matrix, source_of
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def dgrad_operands(
@@ -51,9 +48,4 @@ def dgrad_operands(
     source = quantizer.source
     # A slot has fewer bytes than the payload, and the cast has written it, too.
     after = g.scale if source.scale is None else g.qdata if source.slot is None else source.slot
-    # Partitioners save parameters for free, but not the tensors of a subclass: bytes may win.
-    if isinstance(weight, SplitWeight) and payload is None and scale is not None:
-        high, spec = weight.halves.high, for_weight.quantizer.spec
-        if not for_weight.transposed and not any(size % GEMM_ALIGNMENT for size in high.shape):
-            return g, g_t, sums, side_by_side([high], spec, [scale], after)
     return g, g_t, sums, for_weight.for_dgrad(weight, scale, after)

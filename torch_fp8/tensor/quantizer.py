@@ -197,9 +197,9 @@ class WeightQuantizer(NamedTuple):
         Args:
             weight: weight that forward used.
             scale: () scale of the `for_fprop` payload, if one scale serves both; else None.
-            after: see `torch_fp8.ops.quantize.transposed`.
+            after: see `torch_fp8.kernels.arguments.CastOptions`.
         """
-        flip = self.transposed
+        flip, spec = self.transposed, self.quantizer.spec
         layout: Any
         if isinstance(weight, QuantizableTensor):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
@@ -211,7 +211,7 @@ class WeightQuantizer(NamedTuple):
                     layout = payload if flip else transposed(payload, after)
                     return layout
                 weight = weight.halves.high
-            options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
+            options = CastOptions.of(spec, scale, after=after, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
         return layout

@@ -46,8 +46,8 @@ def multiplied(monkeypatch, model):
     """The values of the fused weights (E, R, C) in the next forward, by module and R."""
     seen, original = {}, grouped_linear_function.cast_weight
 
-    def spy(weight, options, *, flip):
-        payload = original(weight, options, flip=flip)
+    def spy(weight, options, *after, flip):
+        payload = original(weight, options, *after, flip=flip)
         seen[options.name, weight.shape[1]] = payload.qdata.float() * payload.scale
         return payload
 

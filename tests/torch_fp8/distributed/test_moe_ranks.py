@@ -213,9 +213,9 @@ def _gathered(layout, **options):
     """Compare with one process; return what is equal, and the number of transposed payloads."""
     config, turned = FP8Config(recipe="rowwise"), []
 
-    def note(x, spec):
+    def note(x, *more):
         turned.append(x.qdata.shape)
-        return transposed_stacked(x, spec)
+        return transposed_stacked(x, *more)
 
     whole, sharded, stock = (_block(layout) for _ in range(3))
     for block in (whole, sharded):

@@ -114,7 +114,7 @@ def test_tokens_of_all_steps_since_the_last_measured_one_count():
 def test_a_saturating_expert_is_found(layout, monkeypatch):
     watched, stock = Watched(layout), grouped.cast_stacked
 
-    def planted(values, spec, flip):
+    def planted(values, spec, flip, after):
         payload = stock(values, spec, flip)
         scale = payload.scale.clone()
         scale[1] /= 64

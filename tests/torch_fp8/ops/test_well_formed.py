@@ -41,7 +41,7 @@ def test_operators_that_cast(granularity, layouts):
     backward = backward_inputs(saved)
     by_tensor = granularity == "tensorwise"
     for scale, amax in ((one, None), (None, one)) if by_tensor else ((None, None),):
-        known = *cast, scale, amax
+        known = *cast, scale, amax, None
         check_it("quantize_2d", (x, *known))
         if by_tensor and save:
             check_it("quantize_2d_beside", (x, *known, torch.randn(SHAPE[1], 9).to(E4M3)))
@@ -51,7 +51,7 @@ def test_operators_that_cast(granularity, layouts):
         amaxes = None if amax is None else torch.ones(2)
         of_dup = None if scale is None else torch.ones(())
         check_it("swiglu_backward_quantize", (*backward, *cast, scale, amaxes, of_dup, None))
-    given = one if by_tensor else None, None
+    given = one if by_tensor else None, None, None
     check_it("rms_norm_quantize_once", (x, weight, EPS, *norm, *cast, *given, save))
     for c, scale in ((x.clone(), one.clone()), (None, None)):
         pair = x.clone(), x.clone(), c, one.clone(), one.clone(), scale
@@ -65,7 +65,7 @@ def test_other_operators(saved, smooth):
     backward, factor = backward_inputs(saved), weight.clone() if smooth else None
     cast = CastOptions(E4M3, "tensorwise", True, True, False, amax=torch.ones(()))
     for granularity in ("tensorwise", "rowwise", "block_1x128"):
-        how = E4M3, granularity, True, True, True, None, None
+        how = E4M3, granularity, True, True, True, None, None, x.float()
         check("quantize_2d_sum", (x, *how, torch.float32))
     *_, qdata, scale = rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
     parts = (qdata, scale) if saved else (x.clone(), None)

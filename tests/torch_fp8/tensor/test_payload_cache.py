@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 from collections import Counter
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import torch_fp8.ops.quantize
 from tests.internals import PayloadCast, halves_module, split_parameter
+from tests.moe_experts import H, batch, experts
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
@@ -336,17 +338,10 @@ def test_a_graph_takes_the_payload_and_is_compiled_once(weight_casts, recipe, ca
     assert backend.operators["transposed_bytes"] == (recipe != "rowwise")
 
 
-@pytest.mark.parametrize(
-    ("cache", "bias", "made"),
-    [
-        (True, False, {"quantize_2d_beside"}),
-        (True, True, {"quantize_2d_sum", "transposed_bytes"}),
-        (False, False, {"cast_side_by_side"}),
-    ],
-)
-def test_a_graph_makes_the_payload_of_dgrad_in_backward(cache, bias, made):
-    """A payload is transposed in the launch that casts the gradient, unless that sums its rows."""
-    model, _ = _model(cache)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_graph_transposes_a_payload_in_backward(bias):
+    """In the launch that casts the gradient, unless that sums its rows."""
+    model, _ = _model()
     reference = copy.deepcopy(model)
     operators = []
 
@@ -368,9 +363,51 @@ def test_a_graph_makes_the_payload_of_dgrad_in_backward(cache, bias, made):
     assert torch.equal(*outputs)
     for compiled, eager in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(compiled.grad, eager.grad)
-    every = {"quantize_2d_beside", "quantize_2d_sum", "transposed_bytes", "cast_side_by_side"}
-    assert not operators[0] & every
-    assert operators[1] & every == made
+    one, two = {"quantize_2d_beside"}, {"quantize_2d_sum", "transposed_bytes"}
+    assert not operators[0] & (one | two)
+    assert operators[1] & (one | two) == (two if bias else one)
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = experts("plain")
+
+    def forward(self, x):
+        _, index, scores = batch(len(x))
+        return self.experts(x, index, scores)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [*itertools.product(["linear", "conv1d"], RECIPES), ("experts", "rowwise")],
+)
+def test_no_graph_keeps_a_cast_of_a_weight_for_backward(kind, recipe):
+    """Its bytes would live from forward to backward, in each layer."""
+    sizes = [(256, 384), (384, 256), (256, 384)]
+    layers = [nn.Linear(*size, bias=False) for size in sizes]
+    if kind == "conv1d":
+        layers = [Conv1D(*size[::-1]) for size in sizes]
+    elif kind == "experts":
+        layers = [Routed() for _ in range(2)]
+    model, config = nn.Sequential(*layers), FP8Config(recipe=recipe, cache_weights=False)
+    convert_to_float8(model, config)
+    convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    sizes = {p.numel() for p in model.parameters() if p.ndim > 1}
+    kept = []
+
+    def forward(module, inputs):
+        (outputs,) = module.graph.find_nodes(op="output")
+        values = [x.meta["val"] for x in outputs.args[0] if isinstance(x, torch.fx.Node)]
+        kept.extend(x.numel() for x in values if torch.is_tensor(x) and x.dtype.itemsize == 1)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=forward, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(16, H if kind == "experts" else 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend=backend)(x).float().sum().backward()
+    assert kept
+    assert not sizes & set(kept)
 
 
 def test_a_graph_reads_the_payload_of_a_transposed_weight_as_it_is():
