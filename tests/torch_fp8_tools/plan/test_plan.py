@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.internals import (
     CATEGORIES,
@@ -24,8 +26,10 @@ from tests.internals import (
     run_step,
     standing_bytes,
     step_bytes,
+    unpadded_rows,
 )
 from tests.internals import plan_steps as steps
+from tests.saved_activations import count_saved
 from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, config_of, plan_beside, trained
 from torch_fp8 import FP8Config, memory_report, plan
 
@@ -91,6 +95,30 @@ def test_known_results_are_those_of_the_operators(monkeypatch):
 
     monkeypatch.setattr(followed_step, "result_of", run)
     assert run_step(setup, "bf16-mixed", range(2)).parts == parts
+
+
+@pytest.mark.parametrize("layout", ["llama", "gemma3_text", "bart"])
+def test_a_step_saves_what_an_eager_run_saves(layout):
+    """It has no causal mask, not even of Bart's own padding mask; Gemma's of windows it has."""
+    config = config_of("llama" if layout == "bart" else layout)
+    if layout == "bart":
+        sizes = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 64, "decoder_ffn_dim": 144}
+        config = AutoConfig.for_model("bart", vocab_size=96, decoder_attention_heads=4, **sizes)
+    config.sliding_window = 16
+    parts = run_step(make_setup(config, **SMALL), "bf16-mixed", range(2)).parts
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    tokens = torch.ones(1, 32, dtype=torch.int64)
+    there = [*model.parameters(), *model.buffers()]
+    with count_saved(there) as saved, torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    assert loss.isfinite()
+    assert saved.total == sum(part.saved for part in parts[:3])
+
+
+def test_masks_of_another_transformers_are_counted_as_it_makes_them(monkeypatch):
+    monkeypatch.setattr(transformers, "masking_utils", None)
+    with unpadded_rows():
+        pass
 
 
 @pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
