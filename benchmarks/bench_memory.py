@@ -52,6 +52,7 @@ from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.tensor import float8_grad
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8_tools.plan.memory_tracker import CATEGORIES, MemoryTracker
+from torch_fp8_tools.plan.models import unpadded_rows
 
 COLUMNS = (
     *("kind", "model", "variant", "checkpointing", "batch", "sequence"),
@@ -211,6 +212,7 @@ def without_memory() -> Iterator[None]:
     """Use tensors with shapes but no memory; kernels that write in place do nothing."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
+        unpadded_rows(),
         mock.patch.object(float8_optimizer, "step_large"),
         mock.patch.object(float8_optimizer, "step_small"),
         mock.patch.object(float8_grad, "quantize_gradient", _no_codes),

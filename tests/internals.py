@@ -161,7 +161,7 @@ _NAMES = {
     "torch_fp8_tools.plan.layers": "Layers",
     "torch_fp8_tools.plan.layouts": "build read_config",
     "torch_fp8_tools.plan.memory_tracker": "MemoryTracker plain_parts",
-    "torch_fp8_tools.plan.models": "shard",
+    "torch_fp8_tools.plan.models": "shard unpadded_rows",
     "torch_fp8_tools.plan.plan": "CATEGORIES advice left_of plain_text plan_setup",
     "torch_fp8_tools.plan.setup": "LEVELS",
     "torch_fp8_tools.report.figures": "TOPICS colours_of heat_map",

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import bench_memory
+from benchmarks.shapes import TOY_LLAMA
 from tests.internals import Float8Grad, MemoryTracker, plain_parts
 
 KIB = 1024
@@ -57,3 +59,29 @@ def test_a_wrapper_counts_by_what_it_holds():
     tracker.assign(gradient, "gradients")
     assert tracker.total == 64 * 64 + 64 * 2 + 4
     assert len(plain_parts(gradient)) == 3
+
+
+@pytest.mark.parametrize("variant", ["bf16-mixed", "O2"])
+def test_a_step_without_memory_holds_what_a_real_one_holds(variant):
+    """Keys and values of grouped heads were counted repeated, for a mask that no run makes."""
+    case, device = bench_memory.Case("toy", variant, False, 2, 64), torch.device("cpu")
+
+    def after_forward(model):
+        tokens = torch.ones(2, 64, dtype=torch.int64)
+        optimizer = bench_memory.optimizer_for(case, model, device)
+        bench_memory.train_step(model, optimizer, tokens, device)
+        tracker = MemoryTracker(model.parameters())
+        bench_memory.assign_standing(tracker, model, optimizer)
+        with tracker, torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            assert loss.requires_grad
+            return tracker.total
+
+    model = bench_memory.meta_model(case, TOY_LLAMA)
+    with bench_memory.without_memory():
+        model.to_empty(device=device)
+        model.tie_weights()
+        counted = after_forward(model)
+    model = bench_memory.causal_lm(TOY_LLAMA, bench_memory.PLAIN, device)
+    bench_memory.convert(model, case)
+    assert counted == after_forward(model)

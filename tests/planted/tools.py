@@ -87,6 +87,26 @@ FAULTS = {
         "results = tuple([_empty(first, *layout[:2], first.dtype) for layout in layouts])",
     ),
     (
+        "torch_fp8_tools/plan/models.py",
+        f"{_TESTS}/plan/test_plan.py::test_a_step_saves_what_an_eager_run_saves",
+    ): (
+        "a plan has the mask of packed rows, whose position ids it cannot read",
+        "is_mask, mask, _, *sizes = arguments_of(*args, **kwargs)\n",
+        "is_mask, mask, packed, *sizes = arguments_of(*args, **kwargs)\n"
+        "        return is_mask, mask if is_mask else None, packed, *sizes\n",
+        "a plan has the mask of padding, whose values it cannot read",
+        "return is_mask, mask if is_mask else None, None, *sizes",
+        "return is_mask, mask, None, *sizes",
+    ),
+    (
+        "torch_fp8/nn/input_group.py",
+        f"{_TESTS}/plan/test_plan.py::test_a_step_saves_what_an_eager_run_saves",
+    ): (
+        "layers behind a dropout share no cast of a fake tensor, as they do of a real one",
+        "if not is_plain(x) or x.grad_fn is None:",
+        "if type(x) is not Tensor or x.grad_fn is None:",
+    ),
+    (
         "torch_fp8_tools/plan/layers.py",
         f"{_TESTS}/plan/test_plan.py::test_the_step_is_that_of_the_whole_model",
     ): (

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import output_dtype, running_backward
+from torch_fp8.autograd.current_pass import is_plain, output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters, reshaped, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
@@ -177,7 +177,7 @@ def shared_by_readers(x: Tensor, name: str) -> Tensor:
             leaf would hold itself through its gradient accumulator.
         name: qualified name of the layer.
     """
-    if type(x) is not Tensor or x.grad_fn is None:
+    if not is_plain(x) or x.grad_fn is None:
         return x
     version, result = getattr(x, "fp8_shared", (None, x))
     if version != x._version:

@@ -26,6 +26,7 @@ from torch_fp8_tools.plan.models import (
     prepare,
     shard,
     stages,
+    unpadded_rows,
 )
 from torch_fp8_tools.plan.setup import BF16, Setup
 
@@ -123,7 +124,7 @@ def run_step(setup: Setup, level: str, layers: Sequence[int]) -> FollowedStep:
                 if level != BF16:
                     connect_fsdp(model, setup.fp8_config(level))
             step = FollowedStep(model)
-            with step, grouped_in_bf16(), torch.enable_grad():
+            with step, grouped_in_bf16(), unpadded_rows(), torch.enable_grad():
                 tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.long)
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

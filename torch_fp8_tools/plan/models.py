@@ -135,3 +135,25 @@ def grouped_in_bf16() -> Iterator[None]:
 
     with patch.object(torch, "_grouped_mm", in_bf16):
         yield
+
+
+@contextlib.contextmanager
+def unpadded_rows() -> Iterator[None]:
+    """Let transformers make the masks that rows of one sequence each, without padding, need.
+
+    It reads position ids and padding masks for that. Fake tensors have no values to read, so it
+    would make a causal mask where such rows have none, and repeat grouped keys and values for it.
+    """
+    transformers = imported("transformers", "transformers builds models")
+    masks = getattr(transformers, "masking_utils", None)
+    arguments_of = getattr(masks, "_preprocess_mask_arguments", None)
+    if arguments_of is None:  # the masks of another version are counted as it makes them
+        yield
+        return
+
+    def unpadded(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        is_mask, mask, _, *sizes = arguments_of(*args, **kwargs)
+        return is_mask, mask if is_mask else None, None, *sizes
+
+    with patch.object(masks, "_preprocess_mask_arguments", unpadded):
+        yield

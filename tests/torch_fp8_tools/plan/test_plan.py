@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.internals import (
     CATEGORIES,
@@ -24,10 +26,12 @@ from tests.internals import (
     run_step,
     standing_bytes,
     step_bytes,
+    unpadded_rows,
 )
 from tests.internals import plan_steps as steps
+from tests.saved_activations import count_saved
 from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, config_of, plan_beside, trained
-from torch_fp8 import FP8Config, memory_report, plan
+from torch_fp8 import FP8Config, convert_to_float8, memory_report, plan
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
 SMALL = {"sequence": 32, "recipe": "tensorwise"}
@@ -91,6 +95,34 @@ def test_known_results_are_those_of_the_operators(monkeypatch):
 
     monkeypatch.setattr(followed_step, "result_of", run)
     assert run_step(setup, "bf16-mixed", range(2)).parts == parts
+
+
+@pytest.mark.parametrize("layout", ["llama", "gemma3_text", "bart"])
+@pytest.mark.parametrize("level", ["bf16-mixed", "O1"])
+def test_a_step_saves_what_an_eager_run_saves(layout, level):
+    """It has no causal mask, not even of Bart's own padding mask; Gemma's of windows it has."""
+    config = config_of("llama" if layout == "bart" else layout)
+    if layout == "bart":
+        sizes = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 64, "decoder_ffn_dim": 144}
+        config = AutoConfig.for_model("bart", vocab_size=96, decoder_attention_heads=4, **sizes)
+    config.sliding_window = 16
+    parts = run_step(make_setup(config, **SMALL), level, range(2)).parts
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    if level == "O1":
+        convert_to_float8(model, FP8Config(recipe="tensorwise", opt_level="O1"))
+    tokens = torch.ones(1, 32, dtype=torch.int64)
+    there = [*model.parameters(), *model.buffers()]
+    with count_saved(there) as saved, torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    assert loss.isfinite()
+    counted = sum(part.saved for part in parts[:3])
+    assert saved.total == pytest.approx(counted, abs=50)  # scales of tensors
+
+
+def test_masks_of_another_transformers_are_counted_as_it_makes_them(monkeypatch):
+    monkeypatch.setattr(transformers, "masking_utils", None)
+    with unpadded_rows():
+        pass
 
 
 @pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
