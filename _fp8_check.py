@@ -58,7 +58,7 @@ class _FirstStep:
 
 
 def complaint(asked: tuple[str, str] | None) -> str | None:
-    """Explain why requested FP8 does not run, with a solution; None if nothing is wrong.
+    """Explain why requested FP8 does not run, with a solution, or return None if it runs.
 
     Args:
         asked: the result of `_asked_by`.

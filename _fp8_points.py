@@ -77,7 +77,7 @@ have the same names, without underscores at their ends.
 
 
 def refusal(package: str) -> str | None:
-    """Return one line on a host that is too old; None if it is supported or unknown.
+    """Return one line on a host that is too old, or None if it is supported or unknown.
 
     Newer releases than the tested ones are not refused, because they may well work.
     """

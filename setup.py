@@ -1,6 +1,6 @@
-"""What of the package's metadata depends on where the project is published; see scripts/publish.py.
+"""Set the metadata that depends on where the project is published; see scripts/publish.py.
 
-Everything else stands in pyproject.toml.
+Everything else is in pyproject.toml.
 """
 
 import sys

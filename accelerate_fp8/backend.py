@@ -17,8 +17,8 @@ _THEIRS = ("AO", "TE", "MSAMP")
 
 PRECISION_KEPT: ContextVar[bool] = ContextVar("precision_kept", default=False)
 """Whether an Accelerator with this engine is being constructed. AcceleratorState then does not
-replace FP8 by FP16 on a GPU below sm_89: the engine refuses such a card by name, or emulates FP8 if
-that was requested.
+replace FP8 with FP16 on a GPU below sm_89: the engine refuses such a card by name, or emulates FP8
+if that was requested.
 """
 SAMPLES: ContextVar[bool] = ContextVar("samples", default=False)
 """Whether a trainer that samples rollouts is being constructed: ``auto`` means rowwise for it."""

@@ -131,7 +131,7 @@ def multiplicative_error(difference: float) -> float:
 
 
 def warning_of(difference: float, recipes: list[str], use_vllm: bool) -> str:
-    """Return a warning about a large difference; empty if it is below the bound.
+    """Return a warning about a large difference, or an empty string below the bound.
 
     Args:
         difference: the result of `LogprobDifference.take`.

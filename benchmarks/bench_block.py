@@ -197,7 +197,7 @@ def row_of(
     """Return the row of ``variant/mode``.
 
     Args:
-        floors: function from the casts' traffic to the seconds that a block takes at least.
+        floors: function from the casts' traffic to a lower bound of a block's seconds.
     """
     variant, mode = name.split("/")
     row: dict[str, object] = {"variant": variant, "mode": mode, "note": notes.get(name, "")}
@@ -259,7 +259,7 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
 
 
 def recipe_of(layer: nn.Module) -> str:
-    """Return the recipe of our linears; empty without any."""
+    """Return the recipe of our linears, or an empty string without any."""
     linears = [module for module in layer.modules() if isinstance(module, Float8Linear)]
     return linears[0].fp8.recipe.name if linears else ""
 

@@ -136,7 +136,7 @@ def main() -> None:
             if not budget.fits():
                 table.add([{"M": m, "mode": mode, "note": NOT_REACHED}])
                 continue
-            # Compiled, a variant is a piece: together they would take more than there may be.
+            # Each compiled variant is a piece: all together would exceed the budget.
             with budget.piece() if mode == "eager" else contextlib.nullcontext():
                 rates = measured_rates(device, toy=arguments.toy)
                 table.add(measure(block, m, arguments.variants, mode, rates, device, budget))
@@ -317,7 +317,7 @@ def step(
     inputs: tuple[Tensor, ...],
     grads: tuple[Tensor, ...],
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """Return a function that runs forward and backward, to output, first dx and first dw."""
+    """Return a function that runs both passes and returns output, first dx and first dw."""
     leaves = [x.detach().requires_grad_() for x in inputs]
 
     def run() -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ process, with the same tokens in the same order from the same weights. Several p
 card, so the times mean nothing.
 
 * ``last_loss``: mean of the last tenth of the steps; ``held_out_loss``: loss of held-out files;
-  ``..._difference``: difference to BF16, in percent.
+  ``..._difference``: difference from BF16, in percent.
 * ``bf16, again``: BF16 from weights that are larger by a millionth; its difference is chance.
 
 loss_curves.csv in the same folder has the mean loss of every fiftieth part of each run.

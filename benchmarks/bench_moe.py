@@ -120,7 +120,7 @@ def measure(
     Args:
         block: see `MOE_BLOCKS`.
         where: number of tokens, and how they choose experts.
-        device: on which to run.
+        device: device to run on.
     """
     toy = device.type == "cpu"
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def build(
 
 
 def variant_of(name: str, stock: nn.Module) -> nn.Module:
-    """Return the experts as a variant runs them; the baseline's are the very module."""
+    """Return the experts as a variant runs them; the baseline runs the module itself."""
     if name == BF16:
         return stock
     experts: Any = copy.deepcopy(stock)

@@ -88,12 +88,12 @@ def measure(
     device: torch.device,
     add: Callable[[list[dict[str, object]]], None],
 ) -> None:
-    """Add a row per variant, and one of the copy; peers come last, since they may compile long.
+    """Add a row per variant, and one of the copy; peers come last, since they may compile for long.
 
     Args:
         arguments: the command's arguments.
-        device: where.
-        add: takes all rows, those before being replaced.
+        device: device to run on.
+        add: function of all rows so far, which replaces the earlier ones.
     """
     budget = Budget(arguments.budget)
     shapes = parameter_shapes(**(TOY_LLAMA if arguments.toy else TINY_LLAMA_1_1B))
@@ -192,7 +192,7 @@ def make_optimizer(
     optimizer = torch.optim.AdamW(parameters, lr=lr, fused=fused)
     if name in OURS:
         convert_optimizer(optimizer, FP8Config(update_clipping=OURS[name][0]))
-        for parameter in parameters:  # of no model, which could tell that they may be split
+        for parameter in parameters:  # no model is there to show that they may be split
             if is_large(parameter) and type(parameter) is nn.Parameter:
                 split_parameter(parameter)
     return optimizer

@@ -4,10 +4,10 @@
     python -m benchmarks.bench_step --toy      # a tiny model, also on a CPU
 
 Layouts of Llama-3.2-1B, -3B and 3.1-8B with random weights, sequences of 4096, learnable tokens,
-AdamW; as many sequences to a step as BF16-mixed fits into the card. BF16-mixed, our levels, torchao
-(its linears with fused AdamW, and with its low-bit AdamW on BF16 weights) and Transformer Engine,
-eager and with the decoder layers compiled, in one process: each round runs a few steps of every
-variant in turn, from the same weights on the same tokens.
+AdamW; as many sequences per step as fit into the card in BF16-mixed. BF16-mixed, our levels,
+torchao (its linears with fused AdamW, and with its low-bit AdamW on BF16 weights) and Transformer
+Engine, eager and with the decoder layers compiled, in one process: each round runs a few steps of
+every variant in turn, from the same weights on the same tokens.
 
 * ``median_ms``: from the beginning of a step to that of the next, on the GPU; ``forward_ms``,
   ``backward_ms``, ``optimizer_ms``: medians of its phases (with gradient release the optimizer
@@ -149,7 +149,7 @@ MODELS = {
 }
 """Layouts, the most telling first."""
 MOST_SEQUENCES = 8
-"""The most sequences per step: more would take longer and tell no more."""
+"""The maximum number of sequences per step: more would take longer and show nothing new."""
 SEEN = 0.9
 """The share of the memory that counted peaks may take: they miss what kernels allocate inside."""
 COUNTED = RESULTS / "memory_counted.csv"

@@ -77,7 +77,7 @@ standard error (`python -m benchmarks.evidence.small_models_loss`,
 * *BF16, perturbed*: BF16 from weights perturbed by a millionth, which shows BF16's own spread.
 * *Rounded in forward*, *in all GEMMs*: stock BF16 without this package, with the operands of
   linear layers and experts rounded to 8 bits in forward, or in all three GEMMs.
-* *O2*, and *O2 beyond that*: level O2, and its difference to *in all GEMMs*, seed by seed.
+* *O2*, and *O2 beyond that*: level O2, and its difference from *in all GEMMs*, seed by seed.
 
 For models of this size, O2 costs as much as rounding to 8 bits, and nothing systematic (above both
 0.5 % and three standard errors) beyond that. The models learn 8 rows of random tokens by heart. A

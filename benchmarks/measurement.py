@@ -195,7 +195,7 @@ class Budget:
 
     @contextmanager
     def piece(self) -> Iterator[None]:
-        """Time a piece; to be entered around each."""
+        """Time a piece; enter it around each one."""
         began = time.monotonic()
         try:
             yield

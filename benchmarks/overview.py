@@ -66,7 +66,7 @@ def draw(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = read_rows(CURVES)
-    figure, axes = plt.subplot_mosaic(  # in one column, which a telephone shows without a loss
+    figure, axes = plt.subplot_mosaic(  # in one column, which is readable on a phone
         [["losses"], ["difference"], ["memory"]],
         figsize=(6.2, 7.6),
         height_ratios=(2.2, 1, 1.3),

@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 Lines = dict[str, list[tuple[float, float]]]
 Keep = Callable[[dict[str, Any]], bool]
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; https://jfly.uni-koeln.de/color/
+# Okabe and Ito's colours, which colour-blind readers can tell apart; https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = "os^Dv<>P"
 FAMILIES = (
@@ -207,8 +207,8 @@ def bars(
         y: columns.
         names: columns that name a bar.
         keep: which rows.
-        by: column; empty: all rows in one panel.
-        axis_label: with the unit; None where the one column has one in `AXES`.
+        by: column, or empty for all rows in one panel.
+        axis_label: label with the unit, or None if the only column has one in `AXES`.
         scale: factor of the values.
         limit: drawn as a line, where the bars come near it.
         title: title of the panels, before the value of `by`.
@@ -252,7 +252,7 @@ def bars(
 
 
 def differences(group: str) -> Panels:
-    """Return a panel with a run's difference to BF16: mean over models, error, and each model.
+    """Return a panel with a run's difference from BF16: mean over models, error, and each model.
 
     Args:
         group: value of the rows' column ``group``.

@@ -109,7 +109,7 @@ def main() -> None:
         print(f"== {name}: {result} in {spent} s", flush=True)
         if name == "self-test" and status and result != cut_off(seconds):
             left_out = names[i + 1 :]
-            print("== the self-test fails: mend that first; it names the check", flush=True)
+            print("== the self-test fails: fix that first; it names the check", flush=True)
             break
         if status and name not in (*TESTS, "self-test"):
             draw_what_there_is(results / f"{name}.csv")

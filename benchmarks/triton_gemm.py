@@ -95,7 +95,7 @@ def blockwise_gemm(
     from benchmarks import triton_gemm_kernel as kernels  # Triton is imported where it is used
 
     square = b.granularity == "block_128x128"
-    # The scales of a block of columns lie beside each other, with room behind them.
+    # The scales of a block of columns lie next to each other, with room behind them.
     assert a.scale.stride(0) == 1
     assert b.scale.is_contiguous() if square else b.scale.stride(0) == 1
     rows, (cols, contracted) = a.qdata.shape[0], b.qdata.shape

@@ -328,8 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--base", default=sys.executable, help="the interpreter to build on")
     add_csv(parser, RESULTS.stem)
     parser.add_argument("--logs", type=Path, help="a folder for the tests' output")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs and end")
-    parser.add_argument("--list", action="store_true", help="name the parts and end")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs and exit")
+    parser.add_argument("--list", action="store_true", help="list the parts and exit")
     chosen = parser.parse_args(arguments)
     if chosen.list:
         print("\n".join(PARTS))

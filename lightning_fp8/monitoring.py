@@ -32,7 +32,7 @@ class MonitoredPrecision:
         Args:
             module: the converted model.
             optimizers: the model's optimizers.
-            trainer: the model's Trainer; None under Fabric.
+            trainer: the model's Trainer, or None under Fabric.
         Raises:
             ValueError: see `Monitor`.
         """

@@ -13,7 +13,7 @@ from torch_fp8.conversion.selection import RUNS_IN_FP8
 
 @dataclass(eq=False)
 class SetUpModule:
-    """A module that the plugin has set up; not kept alive, because Fabric has no teardown."""
+    """A module that the plugin has set up, held weakly because Fabric has no teardown."""
 
     module: weakref.ref[nn.Module]
     report: ConversionReport | str

@@ -1,12 +1,12 @@
 """Tests a wheel in an environment of its own, without the sources of this project.
 
-``python scripts/check_wheel.py dist --extra lightning --torch 2.13.0`` makes a virtual environment
-of the Python that runs it, installs torch and the only wheel in ``dist`` with an extra, runs the
-commands and steps below, and the tests of the sdist that need nothing but that extra. It prints
-a line of a table: Python, torch, extra, result.
+``python scripts/check_wheel.py dist --extra lightning --torch 2.13.0`` creates a virtual
+environment with the Python that runs it, installs torch and the only wheel in ``dist`` with an
+extra, runs the commands and steps below, and the tests of the sdist that need nothing but that
+extra. It prints a line of a table: Python, torch, extra, result.
 
-``--environment FOLDER`` takes an environment that has torch already, and installs the wheel into a
-new one that lies over it.
+``--environment FOLDER`` uses an environment that already has torch, and installs the wheel into a
+new one on top of it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ LINES = {
     "peft": "import peft, torch_fp8",
     "report": "import matplotlib, torch_fp8",
 }
-"""By extra, what a user of it writes first."""
+"""By extra, the first lines that its user writes."""
 OURS = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8", "_fp8_autoload.py",
         "_fp8_check.py", "_fp8_command.py", "_fp8_points.py")  # fmt: skip
 

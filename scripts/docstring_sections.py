@@ -1,7 +1,7 @@
 """For mkdocs: this project's docstrings as griffe reads them.
 
 A section (``Args:``, ``Raises:``) may follow without a blank line, and one text may describe
-several names (``rows, cols: ...``), which griffe takes for one name.
+several names (``rows, cols: ...``), which griffe would read as one name.
 """
 
 import re

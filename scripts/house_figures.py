@@ -40,7 +40,7 @@ NEW_ROOMS: dict[str, tuple[str, ...]] = {
         *(f"torch_fp8/{room}/side_by_side.py" for room in ("kernels", "ops")),
     ),
 }
-"""Rooms that came after the bounds of the house were set, and are counted apart: their files."""
+"""Rooms that are newer than the bounds, and counted separately: their files."""
 NEW_TESTS: dict[str, tuple[str, ...]] = {
     "loss head": (
         "tests/torch_fp8/loss_head/",
@@ -138,7 +138,7 @@ def private_names(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def _is_private(name: str) -> bool:
-    is_ours = name.startswith(("__", "_fp8_"))  # the modules beside the packages, and attributes
+    is_ours = name.startswith(("__", "_fp8_"))  # modules next to the packages, attributes
     return name.startswith("_") and not is_ours and name.isidentifier()
 
 
@@ -170,7 +170,7 @@ def _read(tree: ast.AST) -> set[str]:
 
 
 def arrows(root: Path = ROOT) -> set[tuple[str, str]]:
-    """Return (importer, imported) for the engine's rooms, of which each is a package."""
+    """Return (importer, imported) for the engine's rooms, each of which is a package."""
     found: set[tuple[str, str]] = set()
     packages = {path.parent.name for path in (root / ENGINE).glob("*/__init__.py")}
     for path in (root / ENGINE).glob("*/**/*.py"):

@@ -1,11 +1,11 @@
-"""The project's address and version, each from one setting, and what is made of them.
+"""The project's address and version, each from one setting, and the files derived from them.
 
 ``repository`` below ``[tool.torch-fp8]`` in pyproject.toml is the address of the public repository.
 While it is empty, nothing names an address: the metadata have no URLs, the long description's
 pictures and links into the repository are left out, and the site has no link to it.
 
 ``python scripts/publish.py write`` copies both settings into mkdocs.yml and CITATION.cff.
-``python scripts/publish.py check dist/*`` says what is missing for a release of these files.
+``python scripts/publish.py check dist/*`` lists what these files lack for a release.
 """
 
 import re
@@ -83,12 +83,12 @@ def missing(files: list[Path]) -> list[str]:
     """Return what these files lack for a release."""
     version, found = setting("version"), []
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
-        found.append(f"pyproject.toml: {version!r} is no version of a release")
+        found.append(f"pyproject.toml: {version!r} is not a release version")
     if f"## {version} " not in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
-        found.append(f"CHANGELOG.md has no section of {version}")
+        found.append(f"CHANGELOG.md has no section for {version}")
     for path, text in written().items():
         if path.read_text(encoding="utf-8") != text:
-            found.append(f"{path.name} has not the settings of pyproject.toml: publish.py write")
+            found.append(f"{path.name} differs from pyproject.toml: run publish.py write")
     if not repository():
         found.append('pyproject.toml: [tool.torch-fp8] repository = "" names no address')
     for file in (file for file in files if file.name.endswith(".tar.gz")):

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Checks style and types and runs the tests. Sets everything up by itself.
 #
-#   scripts/test.sh           what needs no GPU; of costly parametrized tests, a few items that have
-#                             each value of each parameter. CI runs this
+#   scripts/test.sh           what needs no GPU; of costly parametrized tests, a few items that cover
+#                             every value of every parameter. CI runs this
 #   scripts/test.sh --all     these tests with all combinations of values
-#   scripts/test.sh --fast    without the tests marked `long`, but for those marked `smoke`; half a
+#   scripts/test.sh --fast    without the tests marked `long`, except those marked `smoke`; half a
 #                             second of each parametrized test
 #   scripts/test.sh --slow    only the tests marked `slow`: command lines of TRL, long emulated steps
 #   scripts/test.sh PATH...   pytest alone, with these arguments: a path, -k, -x ...

@@ -91,9 +91,9 @@ def _plan(commands: Any) -> None:
         "plan",
         help="estimate memory and communication of a training run before you rent a GPU",
         description=(
-            "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
-            "by the training code. Exit status: 0 planned, 1 no level fits, 2 a mistake in the "
-            "call, 130 interrupted."
+            "Estimate what a training run needs on each GPU, in BF16 and at each level. The "
+            "training code itself counts the bytes. Exit status: 0 planned, 1 no level fits, "
+            "2 a mistake in the call, 130 interrupted."
         ),
         epilog=f"Presets: {', '.join(PRESETS)}.",
     )
@@ -103,20 +103,20 @@ def _plan(commands: Any) -> None:
         help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
     add("--gpus", **whole, nargs="+", default=[1], help="number of GPUs (default: 1)")
     add("--card", default="h100", help=f"one of {', '.join(CARDS)}")
-    add("--memory", type=float, metavar="GIB", help="of each GPU (the card's)")
-    add("--sequence", **whole, help="tokens of a sequence (at most 4096)")
-    add("--micro-batch", **whole, default=1, help="sequences of a forward of a GPU")
-    add("--accumulate", **whole, default=1, help="micro-batches of a step")
-    add("--data", **whole, help="replicas of the model (what --fsdp leaves, or 1)")
-    add("--fsdp", **whole, help="shards of a replica (what the others leave)")
+    add("--memory", type=float, metavar="GIB", help="memory of each GPU (default: the card's)")
+    add("--sequence", **whole, help="tokens per sequence (default: model's, at most 4096)")
+    add("--micro-batch", **whole, default=1, help="sequences per forward on a GPU (default: 1)")
+    add("--accumulate", **whole, default=1, help="micro-batches per step (default: 1)")
+    add("--data", **whole, help="replicas (default: what --fsdp leaves, else 1)")
+    add("--fsdp", **whole, help="shards per replica (default: what others leave)")
     add("--tensor", **whole, default=1, help="degree of tensor parallelism")
     add("--pipeline", **whole, default=1, help="pipeline stages")
     add("--recipe", choices=("auto", *RECIPES), default="auto",
         help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
-    add("--checkpointing", action="store_true", help="compute layers again in backward")
+    add("--checkpointing", action="store_true", help="recompute layers in backward")
     add("--method", default="full",
-        help=f"all weights, or adapters: {', '.join(METHODS)} (default: full)")  # fmt: skip
-    add("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
+        help=f"train all weights, or adapters: {', '.join(METHODS)} (default: full)")  # fmt: skip
+    add("--rank", **whole, default=16, help="rank of LoRA's adapters (default: 16)")
     add("--json", action="store_true", help="print JSON instead of tables")
     mistakes = (ValueError, TypeError, ImportError, OSError)
     run = "torch_fp8_tools.plan.plan:run"

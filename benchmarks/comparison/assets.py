@@ -247,7 +247,7 @@ def fitted_steps(
 
 
 def _bar(items: Sequence, description: str) -> Iterable:
-    """Show how far it is where it takes more than a moment."""
+    """Show a progress bar if it takes more than two seconds."""
     return tqdm(items, desc=description, delay=2.0, mininterval=1.0, leave=False)
 
 

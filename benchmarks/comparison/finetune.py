@@ -26,7 +26,7 @@ def argument_parser() -> argparse.ArgumentParser:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--model", help="a folder or name for from_pretrained; none: a small Llama, made once")
+    add("--model", help="a folder or name for from_pretrained; without it, a small Llama")
     text = "JSONL: messages, conversations, prompt/completion or instruction/output; none: made"
     add("--data", type=Path, help=f"{text} from the standard library")
     add("--output", type=Path, help="folder of the comparison; none: runs/finetune")

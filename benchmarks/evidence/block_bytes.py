@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 @functools.cache
 def parts() -> dict[str, Part]:
-    """Describe every input and gradient by name; norms' backwards count to their outputs."""
+    """Describe every input and gradient by name; norms' backwards count toward their outputs."""
     rows, kv = TOKENS, HIDDEN * GROUPS // HEADS
     norm, product, product_backward = _bf16_norm(), *_bf16_product()
     return {

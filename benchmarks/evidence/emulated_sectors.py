@@ -4,7 +4,7 @@
     python -m benchmarks.evidence.emulated_sectors --docs  # the table of docs/results.md
 
 A warp's access requests sectors of 32 bytes; it needs as many as its bytes fill. A sector that is
-requested twice comes out of a cache, but takes the multiprocessor's time. Rows "before" are of the
+requested twice comes from a cache, but takes the multiprocessor's time. Rows "before" are from the
 commit before accesses set how many bytes a thread moves at once (``--as before``, run there). The
 target is Hopper; `evidence.emulated_kernels` has every variant, both targets and tails. Nothing is
 timed.
@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="count instructions and sectors of kernels")
     add_csv(parser, "emulated_sectors")
     parser.add_argument("--as", dest="state", choices=("before", "now"), default="now")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs and end")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs and exit")
     chosen = parser.parse_args()
     if chosen.docs:
         write_docs()

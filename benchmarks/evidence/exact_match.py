@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def summary(rows: list[dict[str, str]]) -> list[str]:
-    """Return the exact matches by task, steps and run, and the paired differences to BF16.
+    """Return the exact matches by task, steps and run, and the paired differences from BF16.
 
     Both in percent of the problems, with standard errors over the seeds.
     """

@@ -2,11 +2,11 @@
 
     python -m benchmarks.evidence.fsdp_bytes
 
-The model has fake tensors, with shapes but no memory, and a fake process group. FSDP2,
-our gathers and our scatters run as usual, and `count_communication` counts the bytes that they pass
-to the collectives in one forward and backward, with weights gathered again in backward. Each block
-and the root are sharded. ``wire_bytes.csv`` gets the bytes that a rank sends, compared with
-BF16 collectives. The scales' collective counts as gathering.
+The model has fake tensors, with shapes but no memory, and a fake process group. FSDP2, our gathers
+and our scatters run as usual, and `tests.comm_counter` counts the bytes that they pass to the
+collectives in one forward and backward, with weights gathered again in backward. Each block and the
+root are sharded. ``wire_bytes.csv`` gets the bytes that a rank sends, compared with BF16
+collectives. The scales' collective counts as gathering.
 """
 
 import argparse

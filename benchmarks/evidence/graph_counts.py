@@ -4,7 +4,7 @@
 
 Each program trains a tiny model for two steps under torch.compile with the backend ``aot_eager``:
 Dynamo and AOTAutograd trace it, and no code is generated. It runs in its own process, forked
-from this one, at each level and in BF16, which is autocast in an own loop and the host's
+from this one, at each level and in BF16, which is autocast in a plain loop and the host's
 ``bf16`` otherwise. Programs that run on two ranks count on the first.
 
 * ``graphs``: graphs that the backend compiled; ``breaks``: graph breaks; ``recompilations``: frames
@@ -127,7 +127,7 @@ def llama_loop(
     lengths: tuple[int, ...] = (16,) * STEPS,
     **options: Any,
 ) -> None:
-    """A Llama in an own loop; `first`: compiled before it is converted."""
+    """A Llama in a plain loop; `first`: compiled before it is converted."""
     model = llama()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

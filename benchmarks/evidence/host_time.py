@@ -86,7 +86,7 @@ COMPILED_VARIANTS = (
     *("delayed", "blockwise", "torchao tensorwise"),
 )
 AS_COMPILED = ", compiled"
-"""Behind the name of a variant."""
+"""The suffix of a variant's name."""
 STEP = "optimizer step"
 TENSORS = 4096
 """Elements of a weight in the optimizer's step: the least that has 8-bit states."""
@@ -210,7 +210,7 @@ def optimizer_step(level: str) -> Run:
     optimizer = torch.optim.AdamW(parameters, fused=level == BF16)
     if level != BF16:
         convert_optimizer(optimizer, FP8Config(opt_level=level))
-        for parameter in parameters:  # of no model, which could tell that they may be split
+        for parameter in parameters:  # no model is there to show that they may be split
             if is_large(parameter):
                 split_parameter(parameter)
     for parameter in parameters:

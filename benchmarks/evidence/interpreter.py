@@ -24,7 +24,7 @@ ASSEMBLY: dict[str, Callable] = {
     "fast_sigmoid": lambda x: 1.0 / (1.0 + tl.exp(-x)),
     "_approximate_reciprocal": lambda x: 1.0 / x,
 }
-"""What runs here instead of the functions of `torch_fp8.kernels` that are assembly."""
+"""Replacements for the functions of `torch_fp8.kernels` that are inline assembly."""
 
 
 def mend() -> None:
@@ -46,7 +46,7 @@ def mend() -> None:
 
 
 def _patch_once() -> None:
-    """Once for each module with a function that a kernel calls, and for all launches."""
+    """Patch the modules of the functions that kernels call, once for all launches."""
     patch_language = interpreter._patch_lang
     patched: set[int] = set()
 
@@ -69,7 +69,7 @@ def _patch_once() -> None:
 
 
 def _share_types() -> None:
-    """Make one type for all blocks of a shape and element: half of the time goes into them."""
+    """Share one type among blocks of equal shape and element: creating them took half the time."""
     blocks: dict[tuple, core.block_type] = {}
     make_block = core.block_type.__init__
 
@@ -89,7 +89,7 @@ def _share_types() -> None:
 
 
 def _shift_bfloat16() -> None:
-    """Its 16 bits are the upper ones of float32; the interpreter takes denormal ones for others."""
+    """Shift bfloat16's bits into float32's upper half; the interpreter misreads denormals."""
     builder = interpreter.InterpreterBuilder
     extend = builder.create_fp_ext
 
@@ -105,7 +105,7 @@ def _shift_bfloat16() -> None:
 def _compare_to_bits() -> None:
     """Give the result of a comparison its own type; the interpreter gives it the operands'.
 
-    Spread over a block, a scalar result becomes an integer, which Triton 3.9 accepts as no mask.
+    Spread over a block, a scalar result becomes an integer, which Triton 3.9 refuses as a mask.
     """
     builder = interpreter.InterpreterBuilder
 

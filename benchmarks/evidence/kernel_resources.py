@@ -75,7 +75,7 @@ def measure(*selection: str) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    text = "compile only what the committed record has not, and take the rest from there"
+    text = "compile only variants that the committed CSV lacks, and copy the rest from it"
     parser.add_argument("--changed", action="store_true", help=text)
     add_csv(parser, RESULTS.stem)
     arguments = parser.parse_args()

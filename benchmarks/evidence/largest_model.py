@@ -8,7 +8,7 @@
   time, with activation checkpointing. The row of FP8-LM is arithmetic: six bytes per parameter
   (master weight 2, gradient 1, moments 1 and 2: its equation for the FP8 optimizer), and what BF16
   holds within a step times 18.33 / 22.66, Transformer Engine's share of the activations as COAT
-  counts it (arXiv 2410.19313), for FP8-LM's linears are Transformer Engine's.
+  counts it (arXiv 2410.19313), because FP8-LM's linears are Transformer Engine's.
 * ``published_memory``: GPT-7B, 13B and 175B as FP8-LM trained them, without activation
   checkpointing. Megatron's distributed optimizer (ZeRO-1) shards only the states, which this
   package does not do: the prediction takes the planner's activations and adds the standing bytes of
@@ -54,7 +54,7 @@ _TICKS = [m * 10.0**e for e in range(-2, 4) for m in (1, 3)]
 
 
 class Largest(NamedTuple):
-    """The largest model of a method on some GPUs; None where the smallest does not fit."""
+    """The largest model of a method on some GPUs, or None if the smallest does not fit."""
 
     gpus: int
     method: str
@@ -200,9 +200,7 @@ def draw(rows: Sequence[Largest], path: Path) -> None:
 def _largest(
     gpus: int, method: str, progress: Callable[[str], None], options: dict[str, Any]
 ) -> Largest:
-    """Search away from what was found last, then by halves: whether a model fits falls with its
-    size.
-    """
+    """Search outward from the last result, then bisect: a model fits if a larger one does."""
     best = Largest(gpus, method, None, 0, 0)
     low, high, away = 0, _MOST_LAYERS // _STEP + 1, 1
     tried = _found_last(gpus, method) // _STEP

@@ -61,8 +61,8 @@ stay in an L2 cache of 50 MB.
 """
 
 AT_ONCE = 132
-"""Consecutive programs that are taken to run together, one on each multiprocessor of an H200: what
-several of them read, or one of them twice, comes from memory once and out of the L2 cache then."""
+"""Consecutive programs assumed to run together, one on each multiprocessor of an H200: what
+several of them read, or one of them twice, comes from memory once and then from the L2 cache."""
 
 _FILLS = ("new_zeros", "new_full", "zeros_like", "full_like")
 _ONLY_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
@@ -130,7 +130,7 @@ def count_launches(
 
 
 class Recording:
-    """What is launched, and for which tensors; `name` names tensors that come about meanwhile."""
+    """The launches, with the tensors that they serve; `name` names tensors created meanwhile."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -233,7 +233,7 @@ def _is_free(func, name, args, kwargs, made) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    # Past a Parameter that counts who asks for its memory, for nothing is written here.
+    # Bypasses a Parameter that counts accesses to its memory: nothing is written here.
     return Tensor.untyped_storage(tensor).data_ptr()
 
 
@@ -342,7 +342,7 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
 def _distinct(
     pointers: list[np.ndarray], written: list[np.ndarray], address: int, size: int
 ) -> int:
-    """Count the distinct addresses, of a tensor of `size` bytes, but for those written."""
+    """Count the distinct addresses of a tensor of `size` bytes, except those written."""
     touched = np.zeros(size, dtype=bool)
     for some in pointers:
         touched[some - address] = True
@@ -364,7 +364,7 @@ def _launch(executor, args, accesses, names) -> Launch:
     for address, (name, tensor) in tensors.items():
         size = Tensor.untyped_storage(tensor).nbytes()
         traffic = Traffic()
-        # What a program reads back is in a cache still: the writes of a window come first.
+        # What a program reads back is still in a cache: the writes of a window come first.
         written: dict[tuple[int, int], list[np.ndarray]] = {}
         for is_write in (True, False):
             parts: dict[tuple[int, int], list[np.ndarray]] = {}  # window, size of an element

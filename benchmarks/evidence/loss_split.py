@@ -535,7 +535,7 @@ def mean_and_error(values: dict[str, list[float]]) -> tuple[float, float]:
 
 
 def table(rows: Rows, group: str, control: str = "") -> str:
-    """Return a group's differences to BF16 in percent, as docs/loss.md has them.
+    """Return a group's differences from BF16 in percent, as docs/loss.md has them.
 
     Args:
         rows: rows of the CSV.
@@ -564,7 +564,7 @@ def table(rows: Rows, group: str, control: str = "") -> str:
 
 
 def by_seed(rows: Rows, model: str, run: str) -> dict[int, float]:
-    """Return a run's relative difference to BF16 for each seed."""
+    """Return a run's relative difference from BF16 for each seed."""
     return {s: float(row["rel_diff"]) for (m, r, s), row in rows.items() if (m, r) == (model, run)}
 
 

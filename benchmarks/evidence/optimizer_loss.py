@@ -116,7 +116,7 @@ def read_rows(path: Path) -> dict[tuple[str, int], dict]:
 
 
 def print_means(rows: dict[tuple[str, int], dict]) -> None:
-    """Print each level's difference to BF16: mean over seeds, its standard error, and extremes."""
+    """Print each level's difference from BF16: mean over seeds, standard error, and extremes."""
     titles = {"seeds": 6, "eval loss": 11, "mean": 10, "std. err.": 11, "min": 10, "max": 10}
     print(f"{'level':12}" + "".join(title.rjust(width) for title, width in titles.items()))
     for level in dict.fromkeys(name for name, _ in rows):

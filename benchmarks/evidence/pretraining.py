@@ -132,7 +132,7 @@ def pretrain(
     """Train from scratch and return losses, bytes per parameter and seconds.
 
     Args:
-        config: the configuration; None trains in BF16.
+        config: the configuration, or None for BF16.
         seed: number from which weights and the order of the data come.
         steps: number of the optimizer's steps.
         perturbed: millionths by which the embedding is multiplied.

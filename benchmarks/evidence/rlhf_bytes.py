@@ -139,7 +139,7 @@ def meta_model(role: str, sizes: dict[str, Any], dtype: torch.dtype) -> nn.Modul
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """Return it with LoRA of rank 16 on all its linear layers."""
+    """Return the model with LoRA of rank 16 on all its linear layers."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=16, target_modules="all-linear")

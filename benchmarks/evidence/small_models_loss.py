@@ -2,17 +2,17 @@
 
     nice -n 19 python -m benchmarks.evidence.small_models_loss       # from the repository's root
 
-One run says little, because two BF16 runs whose weights differ by a millionth also end apart.
-So each architecture runs with ten seeds, each seed in BF16, in BF16 from perturbed weights and in
-FP8, on the same rows in the same order. A difference is systematic if its mean over the seeds is
-several standard errors from 0, while that of the perturbed runs is not. ``--runs`` selects parts of
-FP8. Two of them are stock BF16 without this package, with rounded operands in linear layers: in one
-the inputs and weights of the forward GEMM, to E4M3 with one scale per tensor, in the other the
-operands of all three GEMMs, gradients to E5M2 (E4M3 in fused experts). For none of the six models
-is the difference between level O2 and the second systematic, seed by seed: the difference to BF16
-is the cost of rounding to 8 bits for a model of this size. Mamba loses the most, 4 %, most of it in
-its largest layer, ``in_proj``; its norms, ``x_proj``, the optimizer and the format of gradients
-change little. Since its loss falls by several percent per step, that is a fraction of a step.
+One run says little, because two BF16 runs whose weights differ by a millionth also end apart. So
+each architecture runs with ten seeds, each seed in BF16, in BF16 from perturbed weights and in FP8,
+on the same rows in the same order. A difference is systematic if its mean over the seeds is several
+standard errors from 0, while that of the perturbed runs is not. ``--runs`` selects parts of FP8.
+Two of them are stock BF16 without this package, with rounded operands in linear layers: in one the
+inputs and weights of the forward GEMM, to E4M3 with one scale per tensor, in the other the operands
+of all three GEMMs, gradients to E5M2 (E4M3 in fused experts). For none of the six models is the
+difference between level O2 and the second systematic, seed by seed: the difference from BF16 is the
+cost of rounding to 8 bits for a model of this size. Mamba loses the most, 4 %, most of it in its
+largest layer, ``in_proj``; its norms, ``x_proj``, the optimizer and the format of gradients change
+little. Since its loss falls by several percent per step, that is a fraction of a step.
 
 A finished run becomes a row of the CSV at once, and an existing row is not run again.
 
@@ -56,7 +56,7 @@ COLUMNS = [
     *("torch", "transformers", "commit", "date", "command"),
 ]
 
-# What of FP8 takes part: the layers' configuration or None, and the optimizer's.
+# The parts of FP8 that a run uses: the layers' configuration or None, and the optimizer's.
 RUNS: dict[str, tuple[FP8Config | None, FP8Config | None]] = {
     BASELINE: (None, None),
     PERTURBED: (None, None),
@@ -271,7 +271,7 @@ def loss_of(name: str, model: nn.Module, tokens: Tensor, hidden: Tensor) -> Tens
 
     Args:
         tokens: (ROWS, LENGTH).
-        hidden: which of them a masked model has to find.
+        hidden: which of them a masked model has to predict.
     """
     inputs, labels = tokens, tokens
     if name in MASKED:
@@ -402,7 +402,7 @@ def read_rows(path: Path) -> dict[tuple[str, str, int], dict]:
 
 
 def summary(rows: dict[tuple[str, str, int], dict]) -> dict[tuple[str, str], tuple[float, ...]]:
-    """Return each model's and run's mean difference to BF16, its standard error and deviation."""
+    """Return each model's and run's mean difference from BF16, its standard error and deviation."""
     made = {}
     for model, run in dict.fromkeys((m, r) for m, r, _ in rows):
         of_run = [
@@ -433,7 +433,7 @@ def paired(
 
 
 def table(rows: dict[tuple[str, str, int], dict]) -> str:
-    """Return each model's differences to BF16, and of O2 to its control, as docs/coverage.md has
+    """Return each model's differences from BF16, and O2's from its control, as docs/coverage.md has
     them.
     """
     made, lines = summary(rows), []

@@ -3,7 +3,7 @@
     python -m benchmarks.evidence.tensor_parallel_bytes
 
 The MLP and the attention's projections of a Llama-3.1-8B block on 8,192 tokens, forward and
-backward, with fake tensors and a fake process group; `count_communication` counts the bytes that
+backward, with fake tensors and a fake process group; `tests.comm_counter` counts the bytes that
 torch's styles (``communication="off"``) and ours pass to the collectives. If our layers gather
 their input again in backward, torch's gather of it counts twice. ``wire_bytes.csv`` gets the bytes
 that a rank sends, compared with BF16 collectives.

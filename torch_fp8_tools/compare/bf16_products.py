@@ -1,8 +1,8 @@
 """BF16 products on a CPU that has no fast ones: computed in float32 and rounded once.
 
 On x86 without AVX-512 BF16 or AMX, torch's BF16 products take 4 to 37 times as long as float32's.
-A fast BF16 product sums in float32, too, and rounds once, so `compute_in_float32` changes
-no more than the order of the sums. It replaces the CPU kernels of `mm`, `addmm`, `bmm` and
+A fast BF16 product sums in float32, too, and rounds once, so `compute_in_float32` only
+changes the order of the sums. It replaces the CPU kernels of `mm`, `addmm`, `bmm` and
 `baddbmm` in this process, which autocast, autograd and compiled graphs all call.
 
 Comparisons and tests use this module. `torch_fp8` never changes BF16 products.

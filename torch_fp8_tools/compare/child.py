@@ -95,7 +95,7 @@ def recorder() -> Any:
 
 
 def say(message: str) -> None:
-    """Write a line to the log of the trial; everything that is overridden leaves one there."""
+    """Write a line to the log of the trial; every override leaves one there."""
     print(f"torch-fp8 compare: {message}", file=sys.stderr, flush=True)
 
 

@@ -180,7 +180,7 @@ QUEUES = {
     "torch-fp8 compare -- python train.py",
     "sky": "other machines run the task. Call torch-fp8 compare in the task's run: section",
 }
-"""Commands that hand a program on to processes without our environment, and what to do."""
+"""Commands that start a program in processes without our environment, and what to do."""
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 
 

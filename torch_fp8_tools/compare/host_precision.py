@@ -14,7 +14,7 @@ _OURS = ("FP8Precision", "HostPrecision")
 
 
 def extend_lightning(module: Any) -> None:
-    """Set the precision of each Trainer or Fabric that the program makes."""
+    """Set the precision of each Trainer or Fabric that the program creates."""
     wrap(getattr(module, "Trainer", None) or module.Fabric, "__init__", _init_lightning)
 
 
@@ -89,7 +89,7 @@ def _name() -> str:
 
 
 def extend_config(module: Any) -> None:
-    """Have each FP8Config that the program passes take the options of the variant."""
+    """Apply the variant's options to each FP8Config that the program passes."""
     wrap(module, "config_or_default", lambda original, given: merged(module, original(given)))
     wrap(module, "given_config", lambda original, *args: _merged_if(module, original(*args)))
 

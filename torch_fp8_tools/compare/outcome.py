@@ -31,7 +31,7 @@ class VariantOutcome:
         tokens_per_second: tokens of all ranks, or None if the program shows none.
         peaks: peak bytes of each rank.
         loss: mean loss of the last half of the steps.
-        difference: relative difference of the loss to BF16.
+        difference: relative difference of the loss from BF16's.
         equal_steps: number of steps to BF16's last loss.
         flops: share of the matmul FLOPs in FP8.
         layers: (number in FP8, number of all).
@@ -86,7 +86,7 @@ class VariantOutcome:
 
 @dataclass
 class Outcome:
-    """The variants, BF16 first, and what the repeated BF16 trial and the starts show.
+    """The variants, BF16 first, with the noise between BF16 trials and notes on the trials.
 
     Attributes:
         noise: difference of the repeated BF16 trial, or None if it did not run.
@@ -182,35 +182,35 @@ def _compare(reference: VariantOutcome, variant: VariantOutcome) -> None:
 
 
 def _starts(reference: VariantOutcome, variants: Sequence[VariantOutcome]) -> list[str]:
-    """Return lines on trials that begin with other weights, or read other data, than BF16."""
+    """Return lines on trials that start from other weights, or read other data, than BF16's."""
     lines = []
     for variant in variants:
         for base, record in zip(reference.records, variant.records, strict=False):
             first, second = base.facts.get("weights"), record.facts.get("weights")
             if first and second and abs(second / first - 1) > _SAME_WEIGHTS:
                 lines.append(
-                    f"{variant.name} begins with other weights than BF16 "
+                    f"{variant.name} starts from different weights than BF16 "
                     f"({100 * (second / first - 1):+.2f} % in the sum of their absolute values): "
                     "the program makes them before its seed is set, so the losses differ by chance"
                 )
             count = min(len(base.fingerprints), len(record.fingerprints))
             if base.fingerprints[:count] != record.fingerprints[:count]:
                 lines.append(
-                    f"{variant.name} reads other batches than BF16: the order of the data is not "
-                    "that of a seed, so the losses differ by chance"
+                    f"{variant.name} reads different batches than BF16: the seed does not set the "
+                    "order of the data, so the losses differ by chance"
                 )
     return list(dict.fromkeys(lines))
 
 
 def _equal_seeds(reference: VariantOutcome) -> list[str]:
-    """Return a line on seeds that begin as the first one does, and so are no further evidence."""
+    """Return a line on seeds that start like the first one, and so add no evidence."""
     starts = [(r.trial.seed, r.facts.get("weights"), r.fingerprints) for r in reference.records]
     equal = [seed for seed, *start in starts[1:] if start[1] and start == list(starts[0][1:])]
     if not equal:
         return []
     return [
         f"the weights and batches of --seeds {first_of(equal)} are those of 0: the program sets "
-        "its seeds where the command does not reach, so these trials say no more than one"
+        "its seeds where the command does not reach, so these trials show no more than one does"
     ]
 
 

@@ -42,7 +42,7 @@ class Recorder:
     Attributes:
         notes: lines on what was overridden, redirected or left as it is.
         reports: conversion report of each model, by its id.
-        hosts: names of the hosts' classes that were made, and of our own function.
+        hosts: names of the hosts' classes that the program created, and of our own function.
     """
 
     def __init__(self, trial: Trial) -> None:

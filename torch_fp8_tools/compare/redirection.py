@@ -81,7 +81,7 @@ def _nothing(what: str) -> Any:
 
 
 def extend_saving(module: Any) -> None:
-    """Redirect ``save_pretrained`` and safetensors, and leave uploads to a hub out."""
+    """Redirect ``save_pretrained`` and safetensors, and drop uploads to a hub."""
     for cls in [c for c in vars(module).values() if isinstance(c, type)]:
         if cls.__module__ != module.__name__:
             continue
@@ -117,7 +117,7 @@ def _arguments(original: Any, self: Any) -> None:
 
 
 def extend_trainer(module: Any) -> None:
-    """Redirect ``Trainer.save_model``, leave checkpoints out, and record evaluations."""
+    """Redirect ``Trainer.save_model``, drop checkpoints, and record evaluations."""
     from torch_fp8_tools.compare.host_precision import extend_evaluate
 
     extend_evaluate(module)
@@ -126,7 +126,7 @@ def extend_trainer(module: Any) -> None:
 
 
 def extend_accelerator(module: Any) -> None:
-    """Redirect what an Accelerator saves, and leave its trackers out."""
+    """Redirect what an Accelerator saves, and drop its trackers."""
     cls = module.Accelerator
     wrap(cls, "__init__", _init_accelerator)
     wrap(cls, "save_state", _to_argument("output_dir", "Accelerator.save_state"))
@@ -148,7 +148,7 @@ def _init_accelerator(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def extend_lightning(module: Any) -> None:
-    """Redirect what a Trainer or Fabric saves, and replace the loggers that the program makes."""
+    """Redirect what a Trainer or Fabric saves, and replace the loggers that the program creates."""
     cls = getattr(module, "Trainer", None)
     if cls is None:
         wrap(module.Fabric, "__init__", _init_lightning)

@@ -1,8 +1,8 @@
 """`StepProfile`: a few steps under torch.profiler, and where their time went.
 
 The time between two marks (a DataLoader's next batch, backward, an optimizer's step) belongs to
-one part of a step. On a card the kernels' time is counted with the part that launched them, and the
-rest, in which the card has nothing to do, as waiting for the host.
+one part of a step. On a card, a kernel's time counts toward the part that launched it, and the time
+in which the card is idle counts as waiting for the host.
 """
 
 import gc

@@ -34,7 +34,7 @@ def as_text(result: Outcome, advice: Advice, fast_cpu: bool) -> str:
 
 _HEAD = (
     *("variant", "steps", "s/step", "speed", "tokens/s", "peak MiB", "memory", "loss"),
-    *("loss to BF16", "time to equal loss", "FLOPs in FP8"),
+    *("loss vs BF16", "time to equal loss", "FLOPs in FP8"),
 )
 
 
@@ -119,7 +119,7 @@ def _facts(result: Outcome, fast_cpu: bool) -> list[str]:
     if 0 < count < result.ranks:
         lines.append(
             f"These are {count} of {result.ranks} ranks: each machine reports its own, and the "
-            "losses and memory of others are not in here."
+            "losses and memory of the others are not included."
         )
     if result.ranks > 1:
         peaks = {v.name: [f"{p / _MIB:,.1f}" for p in v.peaks] for v in result.variants}
@@ -247,7 +247,7 @@ def draw(result: Outcome, advice: Advice, title: str) -> bytes:
     if ran:
         axes["loss"].legend(frameon=False)
     axes["apart"].axhline(0.0, color=_INK, linewidth=0.8)
-    axes["apart"].set(xlabel="optimizer step", ylabel="loss to BF16, %")
+    axes["apart"].set(xlabel="optimizer step", ylabel="loss vs BF16, %")
     is_emulated = result.device == "cpu"
     times = {v.name: (v.step_seconds or 0.0) * 1e3 for v in ran}
     words = "step, ms (FP8 emulated)" if is_emulated else "step, ms"

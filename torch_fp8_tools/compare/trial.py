@@ -67,6 +67,6 @@ def read_trial(path: str) -> Trial:
     """Read a trial.
 
     Raises:
-        OSError, ValueError, TypeError: the file is missing, or no trial.
+        OSError, ValueError, TypeError: the file is missing, or describes no trial.
     """
     return Trial(**json.loads(Path(path).read_text(encoding="utf-8")))

@@ -88,7 +88,7 @@ class TrialRecord:
 
     @property
     def alarms(self) -> list[str]:
-        """What the monitor warned of, if the variant has one (``monitor=10``)."""
+        """The monitor's warnings, if the variant has a monitor (``monitor=10``)."""
         paths = Path(self.trial.folder).rglob(f"{Path(FILE_NAME).stem}*.jsonl")
         lines = [line for path in sorted(paths) for line in _lines(path)]
         return [str(line.get("what", "")) for line in lines if line.get("event") == "alarm"]

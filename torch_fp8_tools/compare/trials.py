@@ -234,12 +234,12 @@ def _never_stepped(folder: Path) -> str:
         return (
             "it took no optimizer step. A comparison needs a command that trains, with an "
             "optimizer derived from torch.optim.Optimizer, in processes that get this environment "
-            f"(workers of a cluster of Ray that runs already get {VARIABLE} by runtime_env)"
+            f"(workers of a running Ray cluster get {VARIABLE} through runtime_env)"
         )
     return (
         "none of its processes loaded torch-fp8 at the end of `import torch`. Run it with the "
         f"Python in which torch-fp8 is installed ({sys.executable}), with {_AUTOLOAD} not 0, and "
-        f"have the launcher pass {VARIABLE} on (srun --export=ALL, mpirun -x {VARIABLE})"
+        f"let the launcher pass on {VARIABLE} (srun --export=ALL, mpirun -x {VARIABLE})"
     )
 
 

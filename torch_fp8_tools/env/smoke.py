@@ -97,7 +97,7 @@ def _result(subject: str) -> Result:
 
 
 def _no_kernel() -> str:
-    """Return why no kernel can run here; empty if kernels can run."""
+    """Return why no kernel can run here, or an empty string if kernels can run."""
     if not torch.cuda.is_available():
         return "no card"
     if torch.cuda.get_device_capability() < MIN_CAPABILITY:

@@ -2,8 +2,7 @@
 
 The tracker works on CUDA, on the CPU, and on fake tensors, which have shapes but no memory, so a
 peak can be counted without a GPU. It does not see memory that kernels allocate within an operator
-(on CUDA, the difference to the allocator's own peak shows it), except the logits of a chunk in the
-loss head.
+(on CUDA, compare with the allocator's own peak), except the logits of a chunk in the loss head.
 """
 
 import weakref

@@ -37,7 +37,7 @@ def make_model(setup: Setup, level: str, layers: Sequence[int]) -> nn.Module:
     if setup.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if setup.method == "lora":
-        peft = imported("peft", "LoRA's adapters are made by peft")
+        peft = imported("peft", "peft creates LoRA's adapters")
         adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear")
         model = peft.get_peft_model(model.to(torch.bfloat16), adapters, low_cpu_mem_usage=True)
     if level != BF16:

@@ -55,7 +55,7 @@ class LevelPlan:
         fits: whether `peak` and the GPU's own overhead fit into its memory.
         headroom: the bytes that are left (`left_of`); negative if the run does not fit.
         wire: the bytes that a GPU sends per optimizer step.
-        config: the level's FP8Config as JSON, ready to copy; empty for BF16.
+        config: the level's FP8Config as JSON, ready to copy, or empty for BF16.
     """
 
     bytes: dict[str, int]
@@ -74,7 +74,7 @@ class Plan:
         setup: the planned run.
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         num_params: the number of parameters of the model, without adapters.
-        experts: a text on the rows that each expert computes; empty without experts.
+        experts: a text on the rows that each expert computes, or empty without experts.
     """
 
     setup: Setup
@@ -255,7 +255,7 @@ def lines_of(plan: Plan) -> list[list[str]]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return notes on the numbers, and on which configuration to copy."""
+    """Return notes on the numbers, and the configuration to copy."""
     lines = [
         "Bytes are counted by the training code; activations are all tensors that live",
         "within a step. The total is the sum; the peak is the most held at one time.",

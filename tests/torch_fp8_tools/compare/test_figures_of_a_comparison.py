@@ -184,8 +184,8 @@ def test_other_weights_other_batches_and_compiled_steps_are_told(tmp_path):
     base = _record(tmp_path, "bf16", 1.0, 100, _falling())
     other = _record(tmp_path, "O2", 1.0, 100, _falling(), {}, weights=10.1, batches=[2])
     result = outcome([base, other])
-    assert "begins with other weights than BF16 (+1.00 %" in result.notes[0]
-    assert "reads other batches than BF16" in result.notes[1]
+    assert "starts from different weights than BF16 (+1.00 %" in result.notes[0]
+    assert "reads different batches than BF16" in result.notes[1]
     assert {row["step"] for row in base.steady_rows} == set(range(4, 41)) - {7}
     assert base.recompilations == 1
     alarm = {"step": 4, "event": "alarm", "what": "head/weight: too many zeros"}
