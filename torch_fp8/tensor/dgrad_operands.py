@@ -51,7 +51,7 @@ def dgrad_operands(
     source = quantizer.source
     # A slot has fewer bytes than the payload, and the cast has written it, too.
     after = g.scale if source.scale is None else g.qdata if source.slot is None else source.slot
-    # Partitioners save parameters for free, but not the tensors of a subclass: bytes may win.
+    # A partitioner saves parameters at no cost, but weighs the tensors of a subclass by bytes.
     if isinstance(weight, SplitWeight) and payload is None and scale is not None:
         high, spec = weight.halves.high, for_weight.quantizer.spec
         if not for_weight.transposed and not any(size % GEMM_ALIGNMENT for size in high.shape):
