@@ -40,9 +40,9 @@ class FP8Config:
             raises an error. Default: ``"auto"``.
         wgrad (str): precision of the weight-gradient GEMM, ``fp8`` or ``bf16`` (SwitchBack).
             Default: ``"fp8"``.
-        grad_format (str | None): format of gradients, ``e5m2`` or ``e4m3``, or None for that of the
-            recipe (E5M2 for tensorwise and delayed, whose one scale needs the range; E4M3 for finer
-            scales). Default: ``None``.
+        grad_format (str | None): format of gradients, ``e5m2`` or ``e4m3``, or None for the
+            recipe's own (E5M2 for tensorwise and delayed, whose single scale needs the range; E4M3
+            for finer scales). Default: ``None``.
         fast_accum (tuple[str, ...]): GEMMs that use the tensor core's fast accumulation, any of
             ``fprop``, ``dgrad`` and ``wgrad``. The default, fprop only, is also that of Transformer
             Engine and torchao. Block-scaled GEMMs (``blockwise``, ``mxfp8``) are promoted to
@@ -53,12 +53,12 @@ class FP8Config:
             its ``most_recent`` entry. Default: ``"max"``.
         margin (int): headroom of recipe ``delayed`` in powers of two, 0 to 8; the scale is
             multiplied by 2^margin. Default: ``0``.
-        graph_scales (str): ``last_step``: in graphs of torch.compile, layers with recipe
-            ``tensorwise`` cast inputs and gradients with the last step's amax times a margin of 4
-            (inputs) or 8 (gradients), so that no cast reads its tensor for an amax first. Larger
-            values saturate, which is noticed a step later; the step after that casts with current
-            scales, as the first one does. Eager code computes scales from the current tensors.
-            Default: ``"current"``.
+        graph_scales (str): ``current`` or ``last_step``, for layers with recipe ``tensorwise`` in
+            graphs of torch.compile. With ``last_step`` they cast inputs and gradients with the last
+            step's amax times a margin of 4 (inputs) or 8 (gradients), so that no cast reads its
+            tensor for an amax first. Larger values saturate, which is noticed a step later; the
+            step after that casts with current scales, as the first one does. Eager code always
+            computes scales from the current tensors. Default: ``"current"``.
         tokens (int): number of tokens with which recipe ``auto`` measures, at least 1. Set it to
             the tokens of one rank's micro-batch. Default: ``8192``.
         opt_level (str): ``O1``: FP8 GEMMs only; weights, gradients and optimizer states stay as you
@@ -71,13 +71,13 @@ class FP8Config:
             saves 2 bytes per parameter at O2 and 1 at O3. It refuses clipping by global norm,
             accumulation over micro-batches, manual optimization and DDP. Default: ``False``.
         cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
-            writes it, to the next, instead of casting it in every forward and backward: one more
-            byte per parameter (8.1 at O2), the same bits. Graphs of torch.compile take it as an
-            input. ``"auto"`` keeps payloads that serve both passes (``tensorwise``, ``delayed``,
-            ``blockwise``) if they are at most an eighth of the memory that is free for activations
-            when the optimizer is converted; never on the CPU. True also keeps others, for forward
-            alone. It needs float32 weights stored in two halves, because these notice each write.
-            Default: ``"auto"``.
+            writes it, to the next, instead of casting the weight in every forward and backward.
+            This takes one more byte per parameter (8.1 at O2) and gives the same bits. Graphs of
+            torch.compile take the payload as an input. ``"auto"`` keeps payloads that serve both
+            passes (``tensorwise``, ``delayed``, ``blockwise``) if they take at most an eighth of
+            the memory that is free for activations when the optimizer is converted; never on the
+            CPU. True also keeps payloads that serve forward only. It needs float32 weights stored
+            in two halves, because these notice each write. Default: ``"auto"``.
         keep_eval_weights (bool): keep the FP8 payload of a weight between forwards without
             gradients: one byte per parameter, while no gradients exist. In evaluation mode this
             covers weights stored in two halves. Within `torch_fp8.rollout` and transformers'
@@ -129,7 +129,7 @@ class FP8Config:
             Default: ``True``.
         skip (tuple[str, ...]): patterns of the qualified names of modules that stay in high
             precision. A pattern matches whole components, anywhere in the name, and everything
-            below: ``layers.2`` matches ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``.
+            below: ``layers.2`` matches ``model.layers.2.mlp.up_proj`` but not ``model.layers.20``.
             ``*`` matches within a component, ``**`` across components. A value replaces the
             default: list ``lm_head`` again to keep it. Default: ``("lm_head",)``.
         overrides (dict[str, typing.Any]): other options for some layers, by patterns as in `skip`:
@@ -145,8 +145,8 @@ class FP8Config:
             ``auto``: ``fp8`` for a layer whose weight is frozen in a model that is trained, as
             under LoRA, else ``bf16``; the conversion decides, and nothing changes it within a run.
             ``off``: the layer returns logits as without this package. The pattern ``lm_head`` of
-            `skip` does not decide about the head, but any other pattern of `skip`, or an override
-            to high precision, that names it leaves it alone. ``skip=()`` means ``fp8``. See
+            `skip` has no effect on the head; any other pattern of `skip` that names it, or an
+            override to high precision, leaves it unchanged. ``skip=()`` means ``fp8``. See
             docs/loss_head.md. Default: ``"auto"``.
         emulate (bool): run GEMMs that the hardware cannot run natively through the reference path.
             The CPU always emulates. Default: ``False``.
@@ -164,8 +164,8 @@ class FP8Config:
             of the loss around the logits of a batch's last token. Default: ``()``.
         on_alarm (str): reaction of a layer whose statistics cross a bound. ``warn`` changes
             nothing, ``bf16`` runs it in high precision, and the name of a recipe runs it with that
-            one. The layer returns after `fallback_steps` steps without a crossing, and waits twice
-            as long after each further one. Default: ``"warn"``.
+            recipe. The layer returns after `fallback_steps` steps without a crossing, and waits
+            twice as long after each further crossing. Default: ``"warn"``.
         fallback_steps (int): least number of steps for which a layer stays out of FP8; at least 1.
             Default: ``100``.
     Raises:

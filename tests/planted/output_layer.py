@@ -108,7 +108,7 @@ FAULTS = {
     ),
     ("torch_fp8/nn/logit_steps.py", _BREAKS): (
         "detached logits stay uncomputed in a graph",
-        "    if torch.compiler.is_compiling():  # what a program keeps leaves the graph\n",
+        "    if torch.compiler.is_compiling():  # logits that the program keeps leave the graph\n",
         "    if False:\n",
     ),
     (

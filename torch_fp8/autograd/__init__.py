@@ -1,1 +1,1 @@
-"""Helpers of autograd functions, and checkpoints that keep FP8 tensors."""
+"""Helpers for autograd functions, and checkpoints that keep FP8 tensors."""

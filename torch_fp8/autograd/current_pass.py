@@ -35,7 +35,7 @@ _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pac
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Give a warning the first time that this process has this message."""
+    """Give a warning, unless this process has already given one with this message."""
     warnings.warn(message, stacklevel=3)
 
 
@@ -85,7 +85,7 @@ class RunsFP8(nn.Module):
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export is at work, in graphs, too.
+    """Return whether torch.export is running, also when called inside a graph.
 
     In Dynamo of torch 2.11 ``torch.compiler.is_exporting()`` is true in every graph.
     """
@@ -125,7 +125,7 @@ def _noted() -> bool:
 
 @torch.compiler.assume_constant_result
 def note_graph() -> bool:
-    """Note for `ran_in_graph` that torch.compile traces an FP8 layer; Dynamo calls it then."""
+    """Note for `ran_in_graph` that torch.compile traces an FP8 layer; Dynamo calls this."""
     return _noted()
 
 
@@ -146,7 +146,7 @@ def warn_of_decoding() -> None:
 
 
 def warn_of_disabled_autocast(name: str) -> None:
-    """Warn once if autocast, which the layer `name` finds off, is on around the current region.
+    """Warn once if the layer `name` runs where autocast was disabled within an enabled region.
 
     A layer cannot know the region's purpose: with weights in BF16 no loop uses autocast.
     """
@@ -208,8 +208,7 @@ def saves_nothing() -> bool:
 
 
 def _enclosed(function: Any, name: str) -> Any:
-    """Return the value of a variable in a function's closure, or None if it has no such
-    variable."""
+    """Return the value of a variable in a function's closure, or None if it has none."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if name not in names:
         return None
@@ -240,7 +239,7 @@ def output_dtype(input: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast, or None if it is off, or on the meta device."""
+    """Return the dtype of autocast, or None if it is off or the device is meta."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

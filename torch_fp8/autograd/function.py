@@ -1,4 +1,4 @@
-"""Helpers of our autograd functions: writable results, second derivatives, torch.compile, and
+"""Helpers for our autograd functions: writable results, second derivatives, torch.compile, and
 tensors that outlive ``torch.inference_mode()``.
 
 With ``create_graph=True``, a backward either uses operators that torch can differentiate, or raises

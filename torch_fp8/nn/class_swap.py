@@ -19,7 +19,7 @@ def without_compiler(module: nn.Module) -> nn.Module:
 
 
 def own_child(module: nn.Module, name: str) -> nn.Module | None:
-    """Return a child; getattr would also find those to which PEFT's wrappers forward attributes."""
+    """Return a child or None; getattr would also find children that PEFT's wrappers forward to."""
     return dict(module.named_children()).get(name)
 
 

@@ -3,10 +3,10 @@
 A graph cannot return what it has not computed, and returned logits cost more than a fused loss
 saves (`torch_fp8.nn.graph_logits`). Two kinds of graphs compute losses without logits:
 
-* those that return no logits. Only their host can know (`return_losses`): Lightning's Trainer
+* those that return no logits. Only their host can know that (`return_losses`): Lightning's Trainer
   compiles ``training_step``;
-* those of the forward of a module (`defer_logits`), and of nothing else. They return tensors
-  without memory in place of logits, which become uncomputed logits outside.
+* those of exactly the forward of one module (`defer_logits`). They return tensors without memory in
+  place of logits, which become uncomputed logits outside.
 
 If a graph of the model breaks, its parts are other graphs, and have plain logits.
 
@@ -33,7 +33,7 @@ from torch_fp8.tensor.base import map_tensors
 class _Origin:
     """Attribute whose assignment turns a tensor without memory into uncomputed logits.
 
-    Dynamo repeats assignments outside for the tensors that leave a graph. The value consists of the
+    For tensors that leave a graph, Dynamo repeats the assignment outside. The value consists of the
     output layer, hidden states (..., H), the state of autocast, and the steps after the layer.
     """
 
@@ -96,8 +96,7 @@ def return_losses(model: nn.Module, step: Any) -> None:
 
     Args:
         model: a converted model.
-        step: the function that is compiled, or a method of this name, which calls the model;
-            anything else changes nothing.
+        step: compiled function or method that calls the model; anything else changes nothing.
     """
     code = getattr(step, "__code__", None)
     for _, head in _heads(model):
@@ -108,8 +107,8 @@ def fuses(step: tuple[str, str] | None) -> bool:
     """Return whether the graph of this trace computes losses without logits.
 
     Args:
-        step: file and name of a function whose graphs return no logits, with or without a rest of
-            it after a graph break, or None if no such function is known.
+        step: file and name of a function whose graphs return no logits, including those of the
+            code after a graph break, or None if no such function is known.
     """
     return _frames_from(*DEFERRING) > 0 or (step is not None and _is_within(*step))
 
@@ -118,8 +117,8 @@ def defer_logits(model: nn.Module) -> None:
     """Let graphs of each module that contains an output layer return its logits uncomputed.
 
     Args:
-        model: a converted model. Modules whose forward something has replaced since the last call
-            get the new one wrapped; those that run in FP8 themselves are left unchanged.
+        model: a converted model. If something has replaced a module's forward since the last call,
+            the new one is wrapped. Modules that run in FP8 themselves are left unchanged.
     """
     for module in model.modules():
         contains = any(layer is not module for layer, _ in _heads(module))

@@ -194,7 +194,7 @@ def pushed_history(layer: Any) -> Tensor:
 def _recorded(layer: Any) -> list[Tensor]:
     """Return the amaxes of the three operands in the last step, () float32 each.
 
-    Casts record no amax of a weight in two halves that keeps its own: they scale by that.
+    Casts record no amax for a weight in two halves that has its own; they scale by that one.
     """
     amaxes = [slot.view(torch.float32) for slot in scaling_buffers(layer)[2]]
     if isinstance(layer.weight, SplitWeight):
@@ -336,7 +336,7 @@ def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
 
 
 def _leave_to_backward(layer: Any) -> None:
-    """Copy a buffer of scales that the backward of a graph will read, for all who hold it.
+    """Copy a buffer of scales that the backward of a graph will read, for all layers that hold it.
 
     Graphs save the buffer itself, since a copy would be a launch for each layer.
     """

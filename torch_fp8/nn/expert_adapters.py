@@ -1,4 +1,4 @@
-"""LoRA adapters of fused expert weights, applied by their factors.
+"""LoRA adapters of fused expert weights, applied as two factors.
 
 During a forward, PEFT (``target_parameters``) adds ``scaling * lhs @ rhs`` to a weight (E, N, K) by
 a parametrization. Every read of the weight then makes a new tensor of its size, which autograd

@@ -98,7 +98,7 @@ def expert_block(
         biases: (E, 2I) and (E, H), or None.
         route: order of rows.
         scores: (T, k), weights that the router gives each token's experts.
-        top_k_index: (T, k) integers, experts of each token; E or more: not an expert of this rank.
+        top_k_index: (T, k) integers, experts of each token; E or more is no expert of this rank.
         grouped: options of the GEMMs.
         form: gated activation.
     """

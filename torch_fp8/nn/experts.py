@@ -88,8 +88,8 @@ class Float8Experts(FrozenStorage):
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
     """Adapters that are active in this forward, by the name of the weight."""
     fp8_gate: Found | None = None
-    """Gated activation, a `GateForm`, and the attributes with which the module has it, if kernels
-    compute it; None if the module computes its own."""
+    """Gated activation as a `GateForm`, with the attributes that the trial read, if kernels compute
+    it; None if the module computes its own."""
 
     def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
         """Run in FP8 from now on.
@@ -144,9 +144,9 @@ class Float8Experts(FrozenStorage):
     def _block(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route
     ) -> Tensor | None:
-        """Return the output of `expert_block`, or None if that cannot compute all.
+        """Return the output of `expert_block`, or None if it cannot compute this module.
 
-        It needs a known gate as in the trial, FP8 wgrad, and no adapters.
+        It needs a known gate, unchanged since the trial, FP8 wgrad, and no adapters.
         """
         gate, names = self.fp8_gate, self.fp8_weight_names
         if gate is None or self.fp8.recipe.wgrad is None or any((self.fp8_factors or {}).values()):

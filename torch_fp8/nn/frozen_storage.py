@@ -309,7 +309,7 @@ def left_unread(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_copy(value: Any) -> Any:
-    """Dequantize a frozen weight onto the CPU, a shard on its device; others stay unchanged."""
+    """Dequantize a frozen weight onto the CPU, or a shard on its device; return others as is."""
     frozen = local(value) if isinstance(value, Tensor) else None
     if not isinstance(frozen, Float8FrozenWeight):
         return value

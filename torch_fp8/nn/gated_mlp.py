@@ -84,8 +84,8 @@ class MLPFP8(NamedTuple):
         name: qualified name, for errors.
         config: configuration of the MLP.
         spec: names of its layers.
-        reads: attributes with which its forward is the formula, with those of the activation, which
-            is not called.
+        reads: attributes with which its forward is the formula, including those of the activation,
+            which is not called.
         group: group of gate and up, or None.
     """
 

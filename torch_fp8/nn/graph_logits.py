@@ -2,13 +2,13 @@
 
 Dynamo traces through ``__torch_function__`` of tensor subclasses, and AOTAutograd drops what no
 output needs. So in a graph an output layer does compute its logits, as a subclass that also knows
-its hidden states. Steps that programs do before their loss (`torch_fp8.nn.logit_steps`) return
+its hidden states. Steps that programs take before their loss (`torch_fp8.nn.logit_steps`) return
 further such logits. A cross entropy of them becomes `linear_cross_entropy` of the hidden states, an
 operator of the graph. If nothing else reads the logits, the graph does not compute them.
 
 Everything else reads plain logits in the graph, as it does without this package. A graph that
 returned its logits would multiply six times, because AOTAutograd computes the gradient of each
-output, also if it is zero. So not every graph has such logits: see `torch_fp8.nn.deferred_logits`.
+output, even if it is zero. So not every graph has such logits: see `torch_fp8.nn.deferred_logits`.
 
 Legend: H hidden features, V classes.
 """

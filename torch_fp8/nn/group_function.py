@@ -9,9 +9,9 @@ An `Output` hands its gradient, and what its `GroupWeight` has saved, to the `Ex
 no gradient: tokens without memory connect it to the other two. `GroupInput` runs when
 the gradients of all called members have arrived, because it depends on them. Each `GroupWeight`
 depends on its own output alone, so backward never reaches the weight of a member that was not
-called. Autograd first runs the node that was created last, and these are older than all outputs:
-they find all gradients, too, and the first one multiplies for all. If others still arrive later, as
-from another device, they get a separate product.
+called. Autograd runs the newest node first, and these are older than all outputs, so they find all
+gradients, too, and the first one multiplies for all. Gradients that arrive later, for example from
+another device, get a separate product.
 
 Legend: M tokens, K in, N out.
 """
@@ -64,7 +64,7 @@ class Exchange:
         self.passes: dict[int, list[Gradients]] = {}
 
     def arriving(self) -> "Gradients":
-        """Return the gradients to which another of the running backward can be added."""
+        """Return those gradients of the running backward that can still take another one."""
         number = running_backward()
         arrived = self.passes.setdefault(number, [])
         if not arrived or arrived[-1].is_cast:
@@ -83,8 +83,8 @@ class Gradients:
         outputs: gradient (..., N) of each output, by the index of its member.
         number: number of the backward that they belong to.
         saved: tensors that `GroupWeight` has saved, by index.
-        dtypes: dtypes of the gradients of the weights, by index; those that are needed.
-        bias_dtypes: dtypes of the gradients of the biases that are needed, by index.
+        dtypes: dtypes of the weight gradients that are needed, by index.
+        bias_dtypes: dtypes of the bias gradients that are needed, by index.
         readers: indices of the weights that have yet to take their gradient; -1 is the input.
     """
 
@@ -99,7 +99,7 @@ class Gradients:
         self._rows: dict[int, Tensor] = {}
 
     def add(self, i: int, grad: Tensor) -> None:
-        """Add the gradient (..., N) of output `i`; they lie in the order of the members."""
+        """Add the gradient (..., N) of output `i`, in the order of the members."""
         self.outputs = dict(sorted({**self.outputs, i: grad}.items()))
 
     @property
@@ -158,10 +158,10 @@ class Gradients:
             assert sums is not None
             parts = dict(zip(self.outputs, sums.split(self.sizes), strict=True))
             grad_bias = parts[i].to(self.bias_dtypes[i], copy=True)
-        return self._rows.pop(i), grad_bias  # autograd copies what something else holds
+        return self._rows.pop(i), grad_bias  # autograd copies gradients that something else holds
 
     def is_read_by(self, i: int) -> None:
-        """Note that a function has used these gradients, which the last one frees."""
+        """Note that a function has used these gradients; the last one frees them."""
         self.readers.discard(i)
         if not self.readers:
             arrived = self.exchange.passes[self.number]

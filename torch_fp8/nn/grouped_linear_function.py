@@ -1,7 +1,7 @@
 """The three grouped GEMMs of an expert layer on FP8 payloads, as an autograd function.
 
 ``y = x w_e^T`` for the rows of each expert e, and in backward ``dx = g w_e`` and ``dw_e = g^T x``.
-Tokens are cast before they are gathered, so each one only once, however many experts compute it.
+Tokens are cast before they are gathered: each one only once, however many experts process it.
 Autograd saves this payload, 1 byte per element of (T, K), and the weight itself. All scales are
 powers of two, one per row, so that wgrad can read the same payloads, transposed
 (`torch_fp8.ops.moe_rows.transpose_groups`).

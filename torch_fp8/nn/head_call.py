@@ -97,8 +97,8 @@ class HeadCall:
     def own_parameter(self, written: Tensor | None = None) -> None:
         """Copy weight and bias in the dtype of the product, before something writes them.
 
-        In loops that keep the model's output until the next forward, that is one copy of the
-        weight, held while no activations are.
+        If a loop keeps the model's output until the next forward, this costs one copy of the
+        weight, at a time when no activations are in memory.
 
         Args:
             written: parameter that is written, or None for a step, which writes trained weights.
@@ -223,12 +223,12 @@ def _address(x: Tensor) -> int | None:
 
 
 def _recipe(layer: Any) -> Any:
-    """Return the FP8 recipe in which a layer runs now; None if in none."""
+    """Return the FP8 recipe with which a layer runs now, or None in high precision."""
     return layer.fp8.recipe if hasattr(layer, "fp8") else None
 
 
 class _Written(torch.autograd.Function):
-    """Map logits of a copied weight to the same, without a gradient, as torch's own have none."""
+    """Pass on logits of a weight that was written; backward raises, as torch's would."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, hidden: Tensor, name: str) -> Tensor:

@@ -5,7 +5,7 @@ contiguous tensor of its own. Backward puts the gradients of the outputs side by
 once, and runs
 
     dgrad  dx = g w    contracts N1 + N2 + ...: the sum over the layers stays in float32
-    wgrad  dw = g^T x  has the rows of all weights, and each weight's gradient is some of its rows
+    wgrad  dw = g^T x  has the rows of all weights: each weight's gradient is a slice of the result
 
 Each member keeps its own node in autograd's graph (`torch_fp8.nn.group_function`), so that a layer
 that was not called has no gradient. The nodes belong to one alias of the input: they live as long
@@ -45,10 +45,10 @@ from torch_fp8.tensor.split_weight import SplitWeight, read_scale, scales_of_blo
 def can_group(recipe: Recipe, features: int) -> bool:
     """Return whether a layer with this number of output features can be a member of a group.
 
-    Its scales must be those of whole, current tensors: one for a row of all weights would change
-    with the group, and blockwise casts have not shown parity in loss yet. One scale for all
-    gradients needs the range of E5M2, because those of values can be a hundred times those of
-    queries and keys.
+    Its scales must be those of whole, current tensors: a rowwise scale would span the rows of all
+    weights and so depend on the group, and blockwise casts have not shown parity in loss yet. One
+    scale for all gradients needs the range of E5M2, because gradients of values can be a hundred
+    times those of queries and keys.
     """
     if recipe.smooth or recipe.delayed or recipe.weight.granularity != "tensorwise":
         return False
@@ -173,7 +173,7 @@ def shared_by_readers(x: Tensor, name: str) -> Tensor:
     another module, or from a dropout.
 
     Args:
-        x: input (..., C) of a layer. One without a graph, and a leaf, are returned unchanged: a
+        x: input (..., C) of a layer. A tensor without a graph, or a leaf, is returned unchanged: a
             leaf would hold itself through its gradient accumulator.
         name: qualified name of the layer.
     """
@@ -187,7 +187,7 @@ def shared_by_readers(x: Tensor, name: str) -> Tensor:
 
 
 def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor | None:
-    """Compute the output (..., N) of a layer as a member of its group, or None if it is alone.
+    """Compute a layer's output (..., N) as a member of its group, or return None if it has none.
 
     Args:
         layer: the layer.
@@ -261,7 +261,7 @@ def graph_operands(layer: Any) -> tuple[int, int, list[Tensor | None]]:
     The tensors are the weights and biases of all members, the tables with the scales of the
     weights' payloads, and the buffers of the first member, if it has any: the members share an
     input and the cast of their gradients, which its slots record. Dynamo traces this. There are no
-    tensors if the layer is alone.
+    tensors if the layer has no group in this graph.
     """
     fp8, group = layer.fp8, layer.fp8.group()
     if group is None or fp8.recipe.bf16_forward:

@@ -1,6 +1,6 @@
 """Filter of the modules that run in FP8, with a reason in words for each other module.
 
-Layers that another library has quantized or replaced are detected by name, and stay as is.
+Layers that another library has quantized or replaced are detected by name and stay as they are.
 bitsandbytes' layers (QLoRA) are subclasses of ``nn.Linear`` with packed weights. AWQ, GPTQ and
 others have their own modules, as do MXFP4's experts. torchao changes the class of the weight, and
 compressed-tensors removes the weight. This module imports none of these libraries.
@@ -24,7 +24,7 @@ from torch_fp8.quantization.formats import CAST_DTYPES, GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.split_weight import SplitWeight
 
-# A ``lora_A`` of any library, or the ``default`` below one. Not all that is below such a name:
+# A ``lora_A`` of any library, or the ``default`` below one. Not everything below such a name:
 # X-LoRA names the whole model ``lora_model``.
 _LORA = re.compile(r"(^|\.)lora_\w+(\.[^.]+)?$")
 _PEFT_CLASSES = {"BaseTunerLayer", "BaseTuner", "PeftModel", "PeftMixedModel"}
@@ -180,7 +180,7 @@ def experts_per_token(*owners: Any) -> int | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is a Conv1D with a matrix (K, N) and a bias (N,), no convolution."""
+    """Return whether a module is GPT-2's Conv1D, with a weight (K, N) and a bias (N,)."""
     if stock_class(type(module)).__name__ != "Conv1D":
         return False
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))

@@ -149,7 +149,7 @@ class LayerFP8:
         return quantizers
 
     def _records(self, layer: Any) -> bool:
-        """Return whether casts record amaxes; first take scales from shared memory, if they are."""
+        """Return whether casts record amaxes; first take over scales that are in shared memory."""
         if self.delayed is None:
             return False
         scales, training = layer.fp8_scales, layer.training
@@ -204,7 +204,7 @@ class LayerFP8:
     def options(self, layer: Any, operands: Operands) -> LinearOptions:
         """Return `new_options` in eager code, cached from an earlier forward if possible.
 
-        It also notes that amaxes are recorded, and drops evaluation's payload before gradients.
+        It also notes that amaxes are recorded, and drops the payload of evaluation before training.
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget()

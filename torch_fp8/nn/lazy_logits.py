@@ -33,7 +33,7 @@ _aten: Any = torch.ops.aten
 
 
 def empty_meta(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor without memory, outside all modes, which may count it."""
+    """Return a tensor without memory, outside all modes, because these may count it."""
     if torch.compiler.is_compiling():
         return torch.empty(sizes, dtype=dtype, device="meta")
     with _disable_current_modes():
@@ -41,7 +41,7 @@ def empty_meta(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Recorded:
-    """Logits as an operation on other ones; it computes them once.
+    """Logits recorded as an operation on other logits, and computed at most once.
 
     Args:
         call: forward of the output layer.
@@ -95,7 +95,7 @@ class Recorded:
         return result
 
     def move_to(self, logits: "LazyLogits") -> None:
-        """Give a tensor without origin these logits, and their node in the graph."""
+        """Make a tensor without origin stand for these logits, with their node in the graph."""
         logits.recorded, call = self, self.call
         if self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
@@ -205,13 +205,13 @@ _OF_NODE = {
 }
 """Functions that read the node of logits, before they are plain."""
 STEPS: "dict[Any, Callable[..., Any]]" = {}
-"""Functions of torch with what they do to `LazyLogits`, from `torch_fp8.nn.logit_steps`; each
+"""Our versions of functions of torch for `LazyLogits`, from `torch_fp8.nn.logit_steps`; each
 returns NotImplemented if it needs the plain logits.
 """
 
 
 for _name, _method in vars(Tensor).items():
-    # Dynamo, which knows this class as an object, fails in torch's methods in Python.
+    # Dynamo treats instances as plain objects, and fails in torch's methods in Python.
     if isinstance(_method, FunctionType) and _name not in vars(LazyLogits):
         setattr(LazyLogits, _name, torch._disable_dynamo(_method))
 
@@ -310,7 +310,7 @@ class _Handle(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """Map logits and their values to plain logits whose gradient passes the node of the first."""
+    """Return the values of logits as a plain tensor whose gradient goes to the logits' node."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, values: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class CastOperands(NamedTuple):
 
 
 class PlainOperands:
-    """Casts input and weight of fprop as they are."""
+    """Casts the input and the weight of fprop unchanged, without smoothing."""
 
     independent: ClassVar[bool] = True
     """Whether no cast needs the other operand: another module may cast the input in advance."""

@@ -1,4 +1,4 @@
-"""The cross entropy of `LazyLogits`, which computes it from their hidden states.
+"""The cross entropy of `LazyLogits`, computed from their hidden states.
 
 Legend: H hidden features, V classes.
 """
@@ -31,7 +31,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return ``F.cross_entropy`` or ``F.nll_loss`` of x, or NotImplemented without its form.
+    """Return ``F.cross_entropy`` or ``F.nll_loss`` of x, or NotImplemented for unsupported calls.
 
     Args:
         func: one of the two functions; the other arguments are its own.
@@ -149,7 +149,7 @@ def _other_nodes(x: LazyLogits) -> list[LazyLogits]:
 
 
 def scale_and_softcap(scales: tuple[float | None, ...]) -> tuple[float, float | None] | None:
-    """Return f and s of ``s * tanh(f * logits / s)``, f and None of ``f * logits``, or None.
+    """Return (f, s) for ``s * tanh(f * logits / s)``, (f, None) for ``f * logits``, else None.
 
     Args:
         scales: factors in the order in which they were applied, and None for a tanh.

@@ -25,7 +25,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def logits_of(recorded: Recorded) -> LazyLogits:
-    """Return uncomputed logits; a module that imports this has the steps of this file."""
+    """Return uncomputed logits; importing this also registers the steps of this file."""
     return LazyLogits.of(recorded)
 
 
@@ -92,7 +92,7 @@ def _copy(func: Any, x: LazyLogits, *args: Any, **options: Any) -> Any:
 
 
 def _detach(func: Any, x: LazyLogits) -> Any:
-    if torch.compiler.is_compiling():  # what a program keeps leaves the graph
+    if torch.compiler.is_compiling():  # logits that the program keeps leave the graph
         return NotImplemented
     of = x.recorded
     return _record(x, (func, (), {}), of.shape_of, of.hidden.detach(), is_detached=True)
@@ -114,7 +114,7 @@ def _cast(func: Any, x: LazyLogits, *args: Any, **options: Any) -> Any:
     dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), _METHODS.get(func, x.dtype))
     if dtype not in _FLOATS or any(isinstance(v, torch.memory_format) for v in given):
         return NotImplemented
-    if dtype == x.dtype and True not in given:  # no copy is asked for
+    if dtype == x.dtype and True not in given:  # no copy requested
         return x
     shape_of = _on_meta(Tensor.to, x.recorded.shape_of, (dtype,), {})
     return _record(x, (func, args, options), shape_of)

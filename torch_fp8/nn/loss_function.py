@@ -47,8 +47,8 @@ def _wants(
 ) -> HeadOptions:
     """Return options with the gradients that the function's inputs need.
 
-    A gradient of the weight that one product computes is rounded there, as stock's is. So up to
-    4,096 tokens need no float32 gradient, which takes 2 GiB in Llama-3.1-8B.
+    If a single product computes the gradient of the weight, it rounds the result, as torch does.
+    So up to 4,096 tokens need no float32 gradient, which takes 2 GiB in Llama-3.1-8B.
     """
     dgrad, wgrad, _, bgrad = ctx.needs_input_grad[:4]
     if may_drop and saves_nothing():

@@ -6,7 +6,7 @@ of tokens (``reduction="none"``), log-probabilities and entropies know their gra
 backward: they save one float a token (two with entropies) and compute each chunk's logits again, a
 fourth product.
 
-Numerics are stock's: the product is rounded to the dtype of hidden states or autocast, softmax and
+Numerics are torch's: the product is rounded to the dtype of hidden states or autocast, softmax and
 loss are float32. The reciprocal of the number of tokens is split into a power of two, which is
 exact and multiplies last, and a factor in [0.5, 1), which multiplies before the gradient of the
 logits is rounded, as in torch. So no gradient underflows in float16 or FP8.
@@ -60,13 +60,13 @@ def linear_cross_entropy(
     """Compute ``F.cross_entropy(form(hidden weight^T + bias).float(), labels)`` in chunks.
 
     ``form(x) = softcap * tanh(logit_scale * x / softcap)``. At most one chunk of tokens has logits
-    at a time. What only stock can compute is computed from all logits, with a warning: labels that
-    are probabilities, and float64. Within `torch_fp8.high_precision` stock computes it, too.
+    at a time. For labels that are probabilities, and for float64, torch computes the loss from all
+    logits, with a warning; so it does, without one, within `torch_fp8.high_precision`.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16.
-        weight: (V, H); its BF16 half is used if it is stored in two, and its bytes if it is frozen
-            in FP8.
+        weight: (V, H). The products read its BF16 half if it is stored in two halves, and its bytes
+            if it is frozen in FP8.
         labels: (...) int64, classes or `ignore_index`.
         bias: (V,) or None.
         class_weight: (V,) or None, factors of classes as in ``F.cross_entropy``.
@@ -83,7 +83,7 @@ def linear_cross_entropy(
         () float32, or (...) float32 for ``"none"``.
     Raises:
         ValueError: the arguments contradict each other, or the device has no FP8.
-        IndexError, RuntimeError: what stock raises for these tensors.
+        IndexError, RuntimeError: what ``F.linear`` and ``F.cross_entropy`` raise for these tensors.
     """
     if not torch.compiler.is_compiling():
         check_arguments(linear_cross_entropy, locals())
@@ -146,7 +146,7 @@ def linear_cross_entropy(
         loss, _ = token_losses_in_graph(*operands, *terms, *form, *options)
         return loss.view(shape)
     loss = loss_in_graph(*operands, *terms, power, *form, *options)
-    return torch.where(counts, loss, 0 / divisor)  # without tokens a mean is NaN, as stock's
+    return torch.where(counts, loss, 0 / divisor)  # without tokens a mean is NaN, as in torch
 
 
 def linear_log_probs(
@@ -176,7 +176,7 @@ def linear_log_probs(
         log-probabilities (...) float32; with `entropy` a tuple of these and entropies (...).
     Raises:
         ValueError: the temperature is not positive, or the device has no FP8.
-        IndexError, RuntimeError: what stock raises for these tensors.
+        IndexError, RuntimeError: what torch's operators raise for these tensors.
     """
     if not torch.compiler.is_compiling():
         check_arguments(linear_log_probs, locals())
@@ -213,7 +213,7 @@ def _options(hidden: Tensor, precision: str, chunk: int | None) -> HeadOptions:
 def _reason_for_stock(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions
 ) -> str | None:
-    """Return why only stock can compute a loss; "" if it needs no reason, or None if ours can.
+    """Return why torch computes a loss from all logits, "" for no warning, or None if it does not.
 
     Raises:
         ValueError: a tensor is sharded.
@@ -245,7 +245,7 @@ def _reason_for_stock(
 def _stock_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, reason: str
 ) -> Tensor:
-    """Return all logits (T, V) as stock computes them."""
+    """Return all logits (T, V) as torch computes them; warn with `reason` unless it is ""."""
     x = F.linear(hidden, weight, bias).reshape(-1, weight.shape[0])
     if reason:
         warnings.warn(

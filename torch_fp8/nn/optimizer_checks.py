@@ -128,7 +128,7 @@ def _look(optimizer: Optimizer) -> None:
 
 
 def _warn_of_replaced(model: nn.Module) -> None:
-    """Warn once about modules that stand where FP8 layers stood, and do not run in FP8."""
+    """Warn once about modules that have replaced FP8 layers and do not run in FP8."""
     present = dict(model.named_modules(remove_duplicate=False))
     replaced = {}
     for name, reference in _models[model].items():
@@ -143,8 +143,8 @@ def _warn_of_replaced(model: nn.Module) -> None:
     _models[model] = {}
     warnings.warn(
         f"FP8: {counted(len(replaced), 'converted layer')} ({first_of(list(replaced))}) of "
-        f"{type(model).__name__} no longer run in FP8, though the summary counts them: after the "
-        f"conversion, modules of {first_of(sorted(set(replaced.values())))} took their places. "
+        f"{type(model).__name__} left FP8 after the conversion, though the summary counts them: "
+        f"modules of {first_of(sorted(set(replaced.values())))} took their places. "
         "Replace modules before you convert the model; those that another library quantizes stay "
         f"as they are, and FP8Config(skip=({next(iter(replaced))!r},)) names them explicitly",
         stacklevel=4,

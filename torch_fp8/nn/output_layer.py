@@ -29,7 +29,7 @@ from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
 
 _MOST_READS = 3
-"""Number of forwards whose logits something reads, before a layer without any loss stops."""
+"""Number of forwards whose logits were read after which a layer without a fused loss stops."""
 
 _NOTABLE = 2**28
 """Bytes of logits that a warning mentions."""
@@ -78,7 +78,7 @@ class HeadFP8:
         return self.fused > 0 or self.reads < _MOST_READS
 
     def gather(self, weight: Tensor) -> Any:
-        """Gather a weight that FSDP2 has freed; return the module to reshard, None if none has it.
+        """Gather a weight that FSDP2 has freed; return the module to reshard, or None if unknown.
 
         A module that stays gathered would run the next forward with the values from before a step.
         """
@@ -127,7 +127,7 @@ def _warn_of_training(name: str) -> None:
     """Warn that a layer is trained in FP8; in graphs this runs once, when they are traced."""
     warnings.warn(
         f"the weight of the output layer '{name}' was frozen at the conversion, so its products "
-        "run in FP8 (loss_head='auto'); it is trained now, and they still do. To train it in BF16, "
+        "run in FP8 (loss_head='auto'); it is trained now, still in FP8. To train it in BF16, "
         "pass FP8Config(loss_head='bf16'), or unfreeze it before the conversion",
         stacklevel=2,
     )
@@ -180,7 +180,7 @@ class OutputLayer(nn.Module):
         fp8 = isinstance(self, Float8Layer)
         if isinstance(self, Float8Layer) and (not self.runs_fp8 or self.fp8_adds_bias is False):
             return None
-        # Eager code reads the half of a weight in two; some versions of Dynamo read the weight.
+        # Eager code reads a split weight's BF16 half; some versions of Dynamo read the weight.
         usual = is_plain(weight) or (in_graph and isinstance(weight, SplitWeight))
         usual = usual or (fp8 and isinstance(weight, Float8FrozenWeight | SplitWeight))
         usual = usual or (fp8 and not in_graph and isinstance(weight, QuantizableTensor))
@@ -220,7 +220,7 @@ class OutputLayer(nn.Module):
         return logits_of(Recorded(call, x, empty_meta(sizes, call.dtype), len(sizes) - 1))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output of the layer with other weights than its own, or with these."""
+        """Return the layer's output for this weight and bias, which need not be its own."""
         if not isinstance(self, Float8Layer):
             return F.linear(x, weight, bias)
         own = self.__dict__

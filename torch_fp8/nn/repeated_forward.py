@@ -1,8 +1,8 @@
-"""Forwards of a layer without gradients whose weight is already cast (`tensor.payload_cache`).
+"""Forwards without gradients of a layer whose weight is already cast (`tensor.payload_cache`).
 
-For one token, Python's decisions on how to multiply take most of the time. So `repeated` reuses
-those of the forward that cached the weight's payload. `served_in_graph` is the forward in a graph
-of torch.compile.
+For one token, deciding in Python how to multiply takes most of the time. So `repeated` reuses the
+decisions of the forward that cached the weight's payload. `served_in_graph` is the forward in a
+graph of torch.compile.
 
 Legend: M tokens, K in, N out.
 """

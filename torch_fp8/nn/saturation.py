@@ -1,4 +1,4 @@
-"""`Saturation`: casts of a model whose values were beyond their known scales, seen a step later."""
+"""`Saturation`: notices, a step later, that casts with known scales have saturated."""
 
 import weakref
 from typing import Any
@@ -9,21 +9,21 @@ from torch import Tensor
 from torch_fp8.ops.hardware import is_capturing
 
 TOLERANCE = 1 + 2**-20
-"""Rounding of a scale, which a saturated amax exceeds."""
+"""Margin for the rounding of scales: a saturated amax exceeds its limit by more than this."""
 
 
 class Saturation:
     """State shared by the layers of a model whose scales come from the last step.
 
     Each optimizer step compares the recorded amaxes with the scales that the casts used, on the
-    device. The host reads the result at the next step, when it is there, and waits for nothing. If
+    device. The host reads the result at the next step, when it has arrived, without waiting. If
     a cast has saturated, it keeps its scale for the next step, and the step after that casts with
     current scales. So the jump itself scales no other step.
 
     Attributes:
         returns: whether casts use current scales now.
         traced: whether torch.compile has traced a layer of the model.
-        count: number of operands that have saturated so far, once for each step.
+        count: number of operands that have saturated so far, counted once per step.
         members: the layers' `torch_fp8.nn.delayed_scaling.LayerScaling`.
     """
 

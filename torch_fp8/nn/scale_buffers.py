@@ -74,5 +74,5 @@ def unite_scales(layers: Sequence[Any]) -> None:
 
 
 def stays(scales: Tensor) -> bool:
-    """Return whether others read the memory of these scales."""
+    """Return whether other processes or a CUDA graph read the memory of these scales."""
     return in_shared_memory(scales) or is_capturing(scales.device)

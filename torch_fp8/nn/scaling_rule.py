@@ -39,7 +39,7 @@ class ScalingRule(NamedTuple):
 
 
 LAST_STEP = ScalingRule(1, "most_recent", (2, 0, 3), eager=False)
-"""The rule of ``FP8Config(graph_scales="last_step")``; margins by `known_scales.csv`."""
+"""The rule of ``FP8Config(graph_scales="last_step")``; margins from `known_scales.csv`."""
 
 
 def scales_of(layer: Any, histories: Tensor) -> Tensor:

@@ -91,9 +91,7 @@ def _smooth_weight(
 
 
 def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
-    """Return the () scale of a weight from the amaxes (K,) of its columns, and
-    record the largest.
-    """
+    """Return the () scale of a weight from its columns' amaxes (K,), and record the largest."""
     quantizer.source.record(columns)
     if quantizer.source.scale is not None:
         return quantizer.source.scale

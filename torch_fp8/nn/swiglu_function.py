@@ -92,7 +92,7 @@ class Gradients:
     Args:
         inputs: arguments of the backward operators.
         readers: quantizers of the two layers that read the gradients, if their scales are known.
-        in_graph: whether torch.compile traces, and plain gradients are there anyhow.
+        in_graph: whether torch.compile traces, so that plain gradients exist anyway.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Gradients:
         self._joined: LazySource | None = None
 
     def production(self, i: int, name: str) -> LazySource:
-        """Return gradient `i` as a `LazySource`, which is half of that for a group of layers."""
+        """Return gradient `i` as a `LazySource`: half of the joined one for a group of layers."""
         if self._joined is None:
             self._joined = JoinedGradient(self.inputs, True).production(0, name)
         source = LazySource(name, (self.inputs.grad,), _OneGradient(self, i))

@@ -193,7 +193,7 @@ histories."""
 
 
 class Engine(NamedTuple):
-    """A ``te.Linear`` with ``te.autocast`` and its recipe, since torch.compile traces no import."""
+    """A ``te.Linear``, ``te.autocast`` and a recipe, because torch.compile traces no import."""
 
     linear: Any
     autocast: Any

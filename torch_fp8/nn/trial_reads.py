@@ -36,7 +36,7 @@ class TrialReads:
     Args:
         cls: the user's class of the module.
         own: values by name, or `Absent` if the class has the attribute.
-        children: the same of the children that the code called, by name. They have no hooks.
+        children: the same for the children that the code called, by name. They have no hooks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TrialReads:
         self.of_class = tuple([(name, getattr(cls, name, Absent)) for name in names])
 
     def change(self, module: nn.Module) -> str | None:
-        """Return what is not as in the trial, in words that follow "its attribute", or None.
+        """Return what has changed since the trial, in words that follow "its attribute", or None.
 
         Args:
             module: module with which the trial was made, or one of the same class.
@@ -74,7 +74,7 @@ class TrialReads:
         return None
 
     def hold(self, module: nn.Module, name: str) -> bool:
-        """Return whether all is as in the trial; the first change of its kind gives a warning.
+        """Return whether nothing has changed since the trial; warn of the first change of a kind.
 
         Args:
             module: see `change`.

@@ -51,7 +51,7 @@ class ConvertedOptimizer(Optimizer):
 
     @property
     def fp8_gradients(self) -> set[Tensor]:
-        """The current Parameters that get 8-bit gradients, also those that are frozen for now."""
+        """The current Parameters that get 8-bit gradients, including temporarily frozen ones."""
         layers = (layer for ref in self.fp8_layers if isinstance(layer := ref(), RunsFP8))
         weights = (w for layer in layers for w in layer.fp8_weights if is_large(w))
         return {w for w in weights if not isinstance(local(w), Float8FrozenWeight)}

@@ -141,7 +141,8 @@ class GradientSlot:
     def _counters(self) -> tuple[int, ...]:
         """Return seed, step and parameter index, which are the same in a resumed run.
 
-        They take the parameter from its optimizer: torch swaps none that has weak references.
+        They come from the optimizer, without a weak reference to the parameter, because torch
+        swaps no tensor that has one.
         """
         optimizer = self._optimizer()
         if optimizer is None:

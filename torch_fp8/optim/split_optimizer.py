@@ -75,7 +75,7 @@ class SplitOptimizer(ConvertedOptimizer):
         if not own_step.__module__.startswith("torch.optim."):
             for _, _, parameter in self.indexed_parameters():
                 widen_gradient(parameter)
-        # In the closure code may compare addresses, as between two steps.
+        # Code in the closure may compare addresses, as between two steps.
         arguments = () if closure is None else (refused_addresses(None)(closure),)
         with self.rounded(step):
             result = own_step(self, *arguments, **options)

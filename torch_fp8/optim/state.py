@@ -116,7 +116,7 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
 
     Args:
         parameter: the parameter.
-        state: the optimizer's state of it.
+        state: its optimizer state.
         encoded: whether 8-bit moments stay encoded.
     """
     entry: State = {"step": state["step"].clone()}

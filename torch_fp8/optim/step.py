@@ -111,8 +111,8 @@ def step_large(prepared: list[Prepared], entries: list[Entry], config: FP8Config
     one by one, because they may share memory, as in ``decoder.weight = Parameter(weight.t())``.
 
     Args:
-        prepared: the matrices of parameters of which only the gradient has changed; the others' are
-            added.
+        prepared: matrices of parameters of which only the gradient has changed; those of `entries`
+            are added to this list.
         entries: the other parameters.
         config: the optimizer's configuration.
     """

@@ -5,8 +5,8 @@ two in E8M0, ``2 ** (byte - 127)``; groups lie along the last dimension and neve
 shard on dim 0 is quantized as the whole is. ``x ~= decode(codes) * 2 ** (scale - 127)``.
 
 * The scale is the smallest that holds the group's largest magnitude. An all-zero group has scale 1.
-* A group with an Inf or a NaN has the scale byte 255, and all its elements read NaN. A value that
-  rounds to 2^128 reads Inf, as in a cast to BF16.
+* A group with an Inf or a NaN has the scale byte 255, and all its elements read as NaN. A value
+  that rounds to 2^128 reads as Inf, as in a cast to BF16.
 * Rounding is stochastic (and unbiased) with random bits, else to nearest even. Quantizing a
   dequantized tensor again, to nearest, changes no value: scales are powers of two, so every stored
   value stays representable.

@@ -7,11 +7,11 @@ group.
 
 * The scale is the largest magnitude over 127, rounded to nearest, and that element's code is 127.
   So quantizing a dequantized tensor again, to nearest, changes no value.
-* An element rounds up by a threshold: the fraction of a sum that grows by the golden ratio in each
-  step, and starts at a hash of the element's index. So the thresholds of an element spread evenly
-  over any number of steps, and the stored values average closer to the true ones than with random
-  thresholds. The hash changes every 4,096 steps.
-* In a group with an Inf or a NaN, all elements read NaN.
+* A threshold decides whether an element rounds up: the fractional part of a sum that starts at a
+  hash of the element's index and grows by the golden ratio in each step. So the thresholds of an
+  element spread evenly over any number of steps, and the stored values average closer to the true
+  ones than with random thresholds. The hash changes every 4,096 steps.
+* In a group with an Inf or a NaN, all elements read as NaN.
 """
 
 from typing import NamedTuple

@@ -51,7 +51,7 @@ def _read_file(name: str) -> str:
     with Path(name).open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration")
+        raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes, so no configuration")
     return content.decode()
 
 
@@ -60,11 +60,11 @@ def option(default: Any, *, of: str = "", **rule: Any) -> Any:
 
     Args:
         default: default value, whose type determines the valid types: a bool, an int, a float (from
-            `least` to `most`), a tuple of strings, or one of `choices`; None with `least`: an int
-            or None.
-        of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
-            to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
-            backend ``torch``, the ``monitor``.
+            `least` to `most`), a tuple of strings, or one of `choices`. None with `least` means an
+            int or None.
+        of: words by which `named` finds the option: ``layer`` if its value may differ between
+            layers, and what it belongs to: recipe ``auto`` or ``delayed``, the ``optimizer``, only
+            Adam and AdamW (``adam``), backend ``torch``, or the ``monitor``.
         rule: ``choices``, a tuple of valid values or of valid items of a tuple; ``least`` and
             ``most``, bounds of a number, with ``why``, the reason for the upper one.
     """
@@ -208,4 +208,4 @@ def _contradictions(config: Any) -> Iterator[str]:
         if x in values and (y in excluded if excluded else y):
             yield f"{one}={x!r} excludes {other}={y!r}: {reason}; leave one of them out"
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
-        yield "wgrad='bf16' excludes fast_accum=('wgrad',): that GEMM is no FP8 GEMM; leave one out"
+        yield "wgrad='bf16' excludes fast_accum=('wgrad',): only FP8 GEMMs have it; leave one out"

@@ -152,8 +152,8 @@ class ScaleSource:
     Args:
         scale: () float32 dequantization scale, or None to compute it from the current tensor. The
             attribute may be replaced later, but the tensor is not written to.
-        slot: see `torch_fp8.quantization.scaling.raise_slot`; each cast raises it to the largest
-            magnitude of its input, or None if amaxes are not recorded.
+        slot: magnitude that each cast raises to the largest of its input (see `raise_slot`), or
+            None if amaxes are not recorded.
     """
 
     def __init__(self, scale: Tensor | None = None, slot: Tensor | None = None) -> None:
@@ -173,7 +173,7 @@ def scale_in_table(table: Tensor, row: int) -> Tensor:
     """Return a scale () of a graph from a table (..., 4) with equal scales, or one, in each row.
 
     If backward read the view of the table that forward reads, the graph would save the view, too.
-    So backward makes another one, by `scale_in_backward`.
+    So backward makes its own view with `scale_in_backward`.
     """
     scale: Any = table.view(-1, 4)[row, 0]
     scale.fp8_again = lambda: table.view(-1)[4 * row]
@@ -181,7 +181,7 @@ def scale_in_table(table: Tensor, row: int) -> Tensor:
 
 
 def scale_in_backward(scale: Any) -> Any:
-    """Return the scale that a backward reads for that of a forward, see `scale_in_table`."""
+    """Return backward's own view of a scale that forward has read; see `scale_in_table`."""
     again = getattr(scale, "fp8_again", None)
     return scale if again is None else again()
 

@@ -31,7 +31,7 @@ def stream_keys(*counters: int, after: int = 0) -> tuple[int, int]:
 
 
 def stream_state(*counters: int, after: int = 0) -> int:
-    """Return 64 bits that stand for counters, the first of several, in `stream_keys`."""
+    """Return 64 bits that stand for the first counters of a stream in `stream_keys`."""
     for counter in counters:
         x = (after + 0x9E3779B97F4A7C15 + counter) & _MASK64
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -41,7 +41,7 @@ def stream_state(*counters: int, after: int = 0) -> int:
 
 
 def stream_states(counters: Tensor, after: Tensor) -> Tensor:
-    """Return the bits of `stream_state` of one counter each, all tensors in int64."""
+    """Return `stream_state` elementwise for tensors of one counter each, all in int64."""
     x = after + counters + (0x9E3779B97F4A7C15 - (1 << 64))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> shift) & ((1 << (64 - shift)) - 1)) * (multiplier - (1 << 64))

@@ -102,7 +102,7 @@ def unknown_options(given: Iterable[str], known: Collection[str], taker: str) ->
 
 
 def without_removed(state: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the known options of a pickled configuration, and warn of others that were set."""
+    """Return the known options of a pickled configuration; warn about others that were set."""
     for name in state.keys() - set(known):
         if state[name] != _DEFAULTS.get(name):
             warnings.warn(

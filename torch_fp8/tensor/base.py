@@ -89,7 +89,7 @@ class QuantizableTensor(Tensor):
         return None
 
     def before_cast(self, payloads: Payloads) -> "tuple[Tensor, Payloads, int] | None":
-        """Return the high-precision matrix that this rank cast, for a monitor that compares them.
+        """Return the high-precision matrix that this rank cast, for a monitor to compare.
 
         Args:
             payloads: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
@@ -198,6 +198,6 @@ def in_shared_memory(tensor: Tensor) -> bool:
 
     Version numbers count the writes of one process. Processes share our tensors only on the CPU.
     """
-    if not tensor.is_cpu or torch.compiler.is_compiling():  # compiled code derives all anew
+    if not tensor.is_cpu or torch.compiler.is_compiling():  # compiled code derives it anew
         return False
     return tensor.is_shared()

@@ -49,4 +49,4 @@ def part_of(parameter: Tensor, saved: Tensor) -> Tensor:
 
 def waited(x: Tensor) -> Tensor:
     """Wait for the collective that fills a tensor, if there is one, and return the tensor."""
-    return x.wait() if hasattr(x, "trigger_wait") else x  # AsyncCollectiveTensor alone has it
+    return x.wait() if hasattr(x, "trigger_wait") else x  # only AsyncCollectiveTensor has it

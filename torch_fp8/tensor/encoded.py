@@ -48,7 +48,7 @@ _refused: ContextVar[str | None] = ContextVar("refused", default=None)
 
 @contextlib.contextmanager
 def refused_addresses(reader: str | None) -> Iterator[None]:
-    """Refuse the address of any `Encoded` tensor in this context, because writes there get lost.
+    """Refuse the address of any `Encoded` tensor in this context: writes there would be lost.
 
     Args:
         reader: name of the optimizer that runs, for the error, or None to allow addresses again.

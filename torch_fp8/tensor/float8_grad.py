@@ -5,7 +5,7 @@ At O3, ``p.grad`` holds it: codes of `formats.GRADIENT` with a power-of-two scal
 `torch_fp8.ops.grad_codec`). It acts like a plain tensor:
 
 * Reading decodes, in norms, loggers, ``isfinite`` and stock optimizers. A group with an Inf or a
-  NaN reads NaN. Norms decode a few rows at a time.
+  NaN reads as NaN. Norms decode a few rows at a time.
 * Multiplication by a number, as in clipping and unscaling, only changes the multiplier.
 * ``add_``, with which autograd accumulates, encodes the sum again, in 8 bits.
 * Copies are plain, so that an optimizer's momentum from ``grad.clone()`` keeps its precision.
@@ -119,7 +119,7 @@ class Float8Grad(Coded):
 
     @classmethod
     def __metadata_guard__(cls, known: Any, other: Any) -> bool:
-        """Return whether a graph traced with `known` serves `other`: it doesn't round."""
+        """Return whether a graph traced with `known` serves `other`; rounding may differ."""
         return bool(known[:3] == other[:3])
 
     @outside_inference_mode

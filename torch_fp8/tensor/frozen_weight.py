@@ -12,8 +12,8 @@ values, which are then quantized again; so does ``p.data = x``. To train the wei
 No change is silently lost: writes are checked. A copy rounds its source to FP8. A change (``add_``,
 ``mul_``, ..., or a copy of almost the same values) may be smaller than the steps of E4M3, which are
 6 to 12 % of a value, and then leaves the weight as it was. An adapter's delta is such a change, and
-subtracting it again would not restore the bytes. So is the sum of several changes that are large by
-themselves: ``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
+subtracting it again would not restore the bytes. Several changes that are each large can add up to
+such a change, too: ``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
 """
 
 import copy

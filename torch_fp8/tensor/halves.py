@@ -201,20 +201,20 @@ class Halves:
 
     @property
     def graph_codes(self) -> Tensor:
-        """The codes of `current_payload` of the cast that is kept, as in `graph_amax`."""
+        """The codes of `current_payload` for the kept cast, renewed as in `graph_amax`."""
         if self.codes is not None:
             return self.codes
         renewed: Any = self.payload if self.is_filled else _renewed(self.current_payload, self.cast)
         return renewed.qdata
 
     def keep_like(self, old: "Halves") -> None:
-        """Keep what the halves that these replace kept."""
+        """Keep an amax and a payload if the halves that these replace did."""
         if old.amax is not None and self.amax is None:
             self.keep_amax()
         if old.cast is not None and self.cast is None:
             self.keep_payload(old.cast)
             if old.table is not None and self.high.device != old.high.device:
-                old.table.keep(self, old.row)  # not that of a copy, which stays on the device
+                old.table.keep(self, old.row)  # moved; a copy on the same device gets no row
 
     def write(self, weight: Tensor) -> None:
         """Store a float32 weight exactly, with 16 residual bits."""

@@ -86,9 +86,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         return self.production.dense()
 
     def before_cast(self, payloads: Payloads) -> tuple[Tensor, Payloads, int]:
-        """Return the plain matrix (R, C); if it does not exist yet, compute it
-        without keeping it.
-        """
+        """Return the plain matrix (R, C); if it does not exist yet, it is not kept."""
         source = self.production
         dense = source.producer.dense() if source.plain is None else source.plain
         return dense, payloads, 0

@@ -85,9 +85,7 @@ class PayloadCache:
         return self.scope is not None
 
     def version_of(self, weight: Tensor) -> int | None:
-        """Return a number unique to the weight's current value, or None if changes
-        cannot be detected.
-        """
+        """Return a number unique to the weight's value, or None if changes are not detected."""
         scope = self.scope if weight is self._scoped_weight else None
         version = weight.halves.version if isinstance(weight, SplitWeight) else scope
         return None if version is None or in_shared_memory(stored(weight)) else version

@@ -190,7 +190,7 @@ def is_written(argument: Any) -> bool:
 
 
 def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]], wide: bool = True) -> Any:
-    """Decode an argument, and add it to `written` if `writes`; `wide`: use `writable` for those."""
+    """Decode an argument, with `writable` if `wide`, and add it to `written` if `writes`."""
     if isinstance(x, Readable):
         dense = x.writable() if writes and wide else x.dequantize()
         if writes:

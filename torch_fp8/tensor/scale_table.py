@@ -23,7 +23,7 @@ class ScaleTable:
         self.scales = torch.zeros(num, 4, dtype=torch.float32, device="meta")
 
     def keep(self, halves: Any, row: int | None) -> None:
-        """Let a row be the memory of the scale of a payload from now on.
+        """Store the scale of a payload in a row from now on.
 
         Args:
             halves: `torch_fp8.tensor.halves.Halves` with a payload.
