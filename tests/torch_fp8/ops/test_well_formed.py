@@ -58,6 +58,8 @@ def test_operators_that_cast(granularity, layouts):
     for c, scale in ((x.clone(), one.clone()), (None, None)):
         pair = x.clone(), x.clone(), c, one.clone(), one.clone(), scale
         check_it("cast_side_by_side", (*pair, cast[0], None))
+        if by_tensor:
+            check_it("quantize_joined", (*pair[:3], *cast, one, None))
 
 
 @pytest.mark.parametrize("smooth", [True, False])
