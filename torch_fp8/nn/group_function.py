@@ -118,8 +118,8 @@ class Gradients:
             if self._joins_in_cast(parts):
                 options = quantizer.options(matrix(parts[0]), **layouts)
                 more = [None] * (MOST - len(parts))
-                made = quantize_joined(*map(matrix, parts), *more, options)
-                self._payloads = *as_layouts(made, options), None
+                arguments: Any = *map(matrix, parts), *more, options
+                self._payloads = *as_layouts(quantize_joined(*arguments), options), None
             else:
                 sum_dtype = torch.float32 if self.bias_dtypes else None
                 self._payloads = quantizer(joined(parts), **layouts, sum_dtype=sum_dtype)
@@ -128,7 +128,7 @@ class Gradients:
     def _joins_in_cast(self, parts: Sequence[Tensor]) -> bool:
         """Return whether a kernel of a graph reads the gradients where they are."""
         known = self.exchange.options.quantizers.grad_output.source.scale is not None
-        plain_parts = all(source_of(x) is None for x in parts)
+        plain_parts = all(source_of(x) is None and x.dtype == parts[0].dtype for x in parts)
         fits = 1 < len(parts) <= MOST and not self.bias_dtypes
         return known and fits and plain_parts and is_traced() and is_visible(parts[0])
 
