@@ -5,7 +5,7 @@ _SHUFFLED = "tests/emulator/test_kernels.py::test_in_a_random_order"
 _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
 _EDGES = "tests/emulator/test_kernels.py::test_in_lockstep[edges]"
 _SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
-_JOINED = "tests/emulator/test_kernels.py::test_in_lockstep[gradients side by side]"
+_JOINED = "tests/emulator/test_kernels.py::test_in_lockstep[gradients]"
 _GRAPHS = "tests/emulator/test_graphs.py"
 _ALIGNED = (
     "tests/torch_fp8/kernels/test_adamw_compiled.py"
@@ -70,7 +70,7 @@ FAULTS = {
     ),
     ("torch_fp8/autograd/function.py", "tests/benchmarks/test_compiled_block.py"): (
         "a graph adds again what a norm has added",
-        "    set_proxy_slot(one, mode.tracer, get_proxy_slot(other, mode.tracer))\n",
+        "    set_proxy_slot(old, mode.tracer, get_proxy_slot(new, mode.tracer))\n",
         "    pass\n",
     ),
     ("torch_fp8/kernels/quantize_beside.py", _BESIDE): (

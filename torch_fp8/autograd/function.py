@@ -197,8 +197,8 @@ def addends_in_graph(x: Tensor) -> list[Tensor]:
 def read_in_graph(x: Tensor, same: Tensor) -> None:
     """Let operators on x that are traced from now on read a tensor with the same values instead."""
     mode: Any = get_proxy_mode()
-    one, other = (t.from_functional() for t in (x, same) if isinstance(t, FunctionalTensor))
-    set_proxy_slot(one, mode.tracer, get_proxy_slot(other, mode.tracer))
+    old, new = (t.from_functional() for t in (x, same) if isinstance(t, FunctionalTensor))
+    set_proxy_slot(old, mode.tracer, get_proxy_slot(new, mode.tracer))
 
 
 def is_saved(x: Tensor) -> bool:

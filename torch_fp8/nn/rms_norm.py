@@ -297,10 +297,10 @@ class _Unread(Producer):
             return ()
         matrix, addend = (t.reshape(self._inputs.x.shape) for t in addends)  # (..., C) -> (R, C)
         inputs = self._inputs._replace(x=matrix)
-        made: Any = sum_norm_quantize_once(inputs, addend, options, self._save)
-        read_in_graph(x, made[7].view(x.shape))
-        self._inputs = self._inputs._replace(x=made[7])
-        return tuple(made[:7])
+        results: Any = sum_norm_quantize_once(inputs, addend, options, self._save)
+        read_in_graph(x, results[7].view(x.shape))
+        self._inputs = self._inputs._replace(x=results[7])
+        return tuple(results[:7])
 
 
 def _source(unread: _Unread, inputs: NormInputs, options: _Options, col: bool) -> LazySource:
