@@ -125,6 +125,7 @@ def launching() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, dtype in producers.DTYPES.items():
         more = int("odd" in name)
         yield f"norm casts, {name}", partial(producers.launch_norm_casts, dtype, more)
+        yield f"norms of sums, {name}", partial(producers.launch_norms_of_sums, dtype)
         yield f"SwiGLU casts, {name}", partial(producers.launch_swiglu_casts, dtype, more)
     for name in (*producers.DTYPES, *producers.ODD):
         yield f"norms, {name}", partial(_of_input, producers.launch_norms, name)

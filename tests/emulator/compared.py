@@ -144,6 +144,13 @@ def _norm_quantize_once(results: Any, args: Any, copies: Any) -> None:
     _cast(layouts, y, cast, args[1], "norm in one launch")
 
 
+def _norm_of_sum(results: Any, args: Any, copies: Any) -> None:
+    inputs, addend, *how = copies
+    *of_norm, total = results
+    same_bits(total, inputs.x + addend, "sum before a norm")
+    _norm_quantize_once(of_norm, (args[0], args[2]), (inputs._replace(x=total), *how))
+
+
 def _norm_backward(results: Any, args: Any, copies: Any) -> None:
     want = norm_ops.rms_norm_backward(*copies)
     near(results[0], want[0], "gradient of a norm's input")
@@ -245,6 +252,7 @@ _CHECKS: dict[tuple[Any, str], Callable[..., None]] = {
     (rms_norm, "rms_norm"): _norm,
     (rms_norm, "rms_norm_quantize"): _norm_quantize,
     (rms_norm, "rms_norm_quantize_once"): _norm_quantize_once,
+    (rms_norm, "sum_norm_quantize_once"): _norm_of_sum,
     (rms_norm, "rms_norm_backward"): _norm_backward,
     (swiglu, "swiglu"): _swiglu,
     (swiglu, "swiglu_save"): _swiglu_save,

@@ -140,6 +140,7 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
         "transpose": partial(casts.check_transpose, casts.transpose_kernel(), "cpu", [ODD, WHOLE]),
         "beside": partial(casts.check_beside, casts.beside_kernel(), "cpu"),
         "weights": partial(casts.check_side_by_side, casts.side_by_side_kernel(), "cpu"),
+        "gradients": partial(casts.check_joined, casts.joining_kernel(), "cpu"),
         "strides": partial(casts.check_strides, casts.kernel(), "cpu", "block_1x32"),
         "sums": partial(_sums, "block_1x128"),
         "sums beside a slot": partial(_sums, "tensorwise"),

@@ -20,10 +20,10 @@ def _parameter(w: BlockWriter, ins: Instruction, sign: str, bits: str) -> None:
 
 
 @opcode(
-    r"ld\.(global|shared)(?:\.relaxed\.gpu|\.volatile|\.nc|\.L1::\w+)*(?:\.(v2|v4))?\.[bsuf](8|16|32|64)"
+    r"ld\.(global|shared)(?:\.relaxed\.gpu|\.volatile|\.nc|\.L[12]::\w+)*(?:\.(v2|v4))?\.[bsuf](8|16|32|64)"
 )
 def _load(w: BlockWriter, ins: Instruction, space: str, vector: str | None, bits: str) -> None:
-    d, a = ins.operands
+    d, a = ins.operands[:2]  # and perhaps a cache policy
     names = d if isinstance(d, tuple) else (d,)
     count = int(vector[1]) if vector else 1
     if len(names) != count:
@@ -38,6 +38,11 @@ def _load(w: BlockWriter, ins: Instruction, space: str, vector: str | None, bits
             w.define_whole(name, value, f"u{bits}")
         else:
             w.define(name, value, f"u{bits}")
+
+
+@opcode(r"createpolicy\.fractional\.L2::\w+\.b64")
+def _policy(w: BlockWriter, ins: Instruction) -> None:
+    w.define(ins.operands[0], w.use("0", "u64"), "u64")
 
 
 @opcode(

@@ -22,3 +22,4 @@ def test_kernels_in_a_graph_give_the_bits_of_whole_operators(case):
     assert all(name.endswith("_mm") for name in result["operators"])
     if case.startswith("llama") and "dynamic" not in case:
         assert result["same launches"]
+    assert result["sums"] == 3 * (case.startswith("llama delayed") and "dynamic" not in case)

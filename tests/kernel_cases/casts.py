@@ -67,6 +67,13 @@ def side_by_side_kernel() -> CastKernel:
     return kernels_side_by_side.cast_side_by_side
 
 
+def joining_kernel() -> CastKernel:
+    """Return the kernel that casts gradients side by side."""
+    from tests.internals import kernels_side_by_side
+
+    return kernels_side_by_side.quantize_joined
+
+
 def beside_kernel() -> CastKernel:
     from tests.internals import quantize_beside
 
@@ -168,6 +175,22 @@ def check_side_by_side(cast: CastKernel, device: str) -> None:
         got, used = cast(*moved, dtype, None)
         same_bits(used, scale, f"scale of {number}")
         same_bits(got, want, f"{dtype} of {number} matrices")
+
+
+def check_joined(cast: CastKernel, device: str) -> None:
+    """Check two and three matrices of other widths, in each layout, and the slot."""
+    for number, dtype, layouts in itertools.product(
+        (2, 3), FORMATS, ((True, True), (True, False), (False, True))
+    ):
+        parts = [matrix("range", (150, cols), torch.bfloat16) for cols in (144, 128, 16)[:number]]
+        options = CastOptions(dtype, "tensorwise", False, *layouts, torch.tensor(0.37))
+        slot = torch.tensor(0.01).to(device)
+        on_card = options._replace(scale=torch.tensor(0.37).to(device), amax=slot)
+        made = cast(*(x.to(device) for x in parts), *[None] * (3 - number), on_card)
+        for got, want in zip(made, reference(torch.cat(parts, 1), options), strict=True):
+            if got is not None or want is not None:
+                same_bits(got, want, f"{dtype} of {number} matrices side by side")
+        same_bits(slot, tensor_amax(torch.cat(parts, 1)), "slot of matrices side by side")
 
 
 def check_beside(beside: CastKernel, device: str) -> None:

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx import Node, Proxy
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+    track_tensor_tree,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fp8.autograd.current_pass import is_traced
@@ -164,6 +170,35 @@ def written_in_backward(tensors: Sequence[Tensor]) -> None:
         if mode is not None and isinstance(tensor, FunctionalTensor):
             traced: Any = get_proxy_slot(tensor.from_functional(), mode.tracer)
             traced.proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def addends_in_graph(x: Tensor) -> list[Tensor]:
+    """Return the two floating tensors of x's shape whose sum x is in the graph that is traced.
+
+    Returns:
+        The tensors, the first with the dtype of x; or none if x is anything else.
+    """
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(x, FunctionalTensor):
+        return []
+    traced: Any = get_proxy_slot(x.from_functional(), mode.tracer, None)
+    node = traced and traced.proxy.node
+    if not node or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return []
+    values = [n.meta.get("val") if isinstance(n, Node) else None for n in node.args]
+    if any(v is None or v.shape != x.shape or not v.is_floating_point() for v in values):
+        return []
+    for value, addend in zip(values, node.args, strict=True):  # nobody need hold the tensors
+        track_tensor_tree(value, Proxy(addend, mode.tracer), constant=None, tracer=mode.tracer)
+    addends = [FunctionalTensor.to_functional(value) for value in values]
+    return sorted(addends, key=lambda addend: addend.dtype != x.dtype)
+
+
+def read_in_graph(x: Tensor, same: Tensor) -> None:
+    """Let operators on x that are traced from now on read a tensor with the same values instead."""
+    mode: Any = get_proxy_mode()
+    old, new = (t.from_functional() for t in (x, same) if isinstance(t, FunctionalTensor))
+    set_proxy_slot(old, mode.tracer, get_proxy_slot(new, mode.tracer))
 
 
 def is_saved(x: Tensor) -> bool:

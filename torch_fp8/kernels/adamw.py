@@ -211,8 +211,8 @@ class Fixed:
                 self.address_bits |= tensor.data_ptr()
         whole_groups = row_length == cols and cols % GROUP_SIZE == 0
         layout = "any" if cols % 16 else "flat" if whole_groups else "rows"
-        kept = amax is not None, None if payload is None else payload[:2]
-        self.parts = weight.dtype, residual is not None, layout, *kept
+        written = amax is not None, None if payload is None else payload[:2]
+        self.parts = weight.dtype, residual is not None, layout, *written
 
 
 @functools.cache

@@ -37,7 +37,8 @@ from torch_fp8.kernels.rms_norm_kernels import (
     norm_cast_once_kernel,
     statistics_kernel,
 )
-from torch_fp8.quantization.payload_shape import Layouts, is_known
+from torch_fp8.kernels.sum_norm_kernels import sum_norm_cast_kernel
+from torch_fp8.quantization.payload_shape import Layouts, is_known, multiple_of_16
 
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
 PLAIN_TILE = Tile(32, 256, 8)
@@ -160,6 +161,43 @@ def rms_norm_quantize_once(
     return (*rms_norm_quantize(inputs.with_rstd(rstd), options), rstd, *saved)
 
 
+def sum_norm_quantize_once(
+    inputs: NormInputs, addend: Tensor, options: CastOptions, save: bool
+) -> tuple[Tensor | None, ...]:
+    """See `torch_fp8.ops.rms_norm.sum_norm_quantize_once`."""
+    x, weight, _, _, out_dtype = inputs
+    fits = options.scale is not None and fits_tiles(options, x)
+    if not (fits and bands_fill_the_card(x, options.granularity)):
+        total = x + addend
+        return (*rms_norm_quantize_once(inputs._replace(x=total), options, save), total)
+    inputs = inputs._replace(x=x.contiguous())
+    (rows, cols), slot, tile = x.shape, amax_slot(options), _band(x, options.granularity)
+    layouts, total = options.new_layouts(x), x.new_empty(x.shape)
+    # One tensor for backward: rstd, and behind it the scales, whose columns lie one by one.
+    groups, length = cdiv(cols, BLOCK) if save else 0, multiple_of_16(rows)
+    statistics = x.new_empty((1 + groups, length), dtype=torch.float32)
+    saved = x.new_empty(x.shape, dtype=torch.float8_e4m3fn) if save else None
+    sum_norm_cast_kernel[(cdiv(rows, tile.rows),)](
+        inputs.x,
+        addend.contiguous(),
+        total,
+        weight,
+        statistics,
+        *pointers((slot, saved), weight),
+        scale_source(options, weight),
+        *pointers(layouts, weight),
+        *_numbers(inputs),
+        OUT=TYPES[out_dtype],
+        **fused_flags(options, layouts),
+        SAVE=save,
+        AMAX=slot is not None,
+        **tile.options,
+        enable_fp_fusion=False,
+    )
+    scale = statistics[1:, :rows].t() if save else None
+    return (*layouts, statistics[0, :rows], saved, scale, total)
+
+
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
     """Return whether bands of whole rows occupy every multiprocessor and stay in the L2 cache."""
     rows, cols = x.shape
@@ -170,6 +208,15 @@ def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
     return rows >= MULTIPROCESSORS * band and at_work <= BANDS_IN_CACHE
 
 
+def _band(x: Tensor, granularity: str) -> Tile:
+    """Return the columns of a band that are read at once."""
+    rows = BAND_ROWS[granularity]
+    narrow = rows != BLOCK and x.element_size() > 2
+    return Tile(
+        rows, BLOCK if rows == BLOCK else BAND_COLS, TILE_WARPS // 2 if narrow else TILE_WARPS
+    )
+
+
 def _bands(
     inputs: NormInputs, options: CastOptions, save: bool, whole: Tile | None
 ) -> tuple[Tensor | None, ...]:
@@ -177,10 +224,7 @@ def _bands(
     x, weight, _, _, out_dtype = inputs
     layouts, saved = options.new_layouts(x), saved_outputs(x, save)
     rstd, slot = x.new_empty(x.shape[0], dtype=torch.float32), amax_slot(options)
-    band = BAND_ROWS[options.granularity]
-    narrow = band != BLOCK and x.element_size() > 2
-    warps = TILE_WARPS // 2 if narrow else TILE_WARPS
-    tile = whole or Tile(band, BLOCK if band == BLOCK else BAND_COLS, warps)
+    tile = whole or _band(x, options.granularity)
     norm_cast_once_kernel[(cdiv(x.shape[0], tile.rows),)](
         x,
         weight,

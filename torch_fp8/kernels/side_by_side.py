@@ -1,16 +1,25 @@
-"""Weights cast as one transposed payload on CUDA: the twin of `torch_fp8.ops.side_by_side`."""
+"""Matrices cast side by side into one payload on CUDA: the twin of `torch_fp8.ops.side_by_side`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fp8.kernels.cast_launch import BLOCK, TILE_WARPS, cdiv, pointers
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    TILE_WARPS,
+    amax_slot,
+    cdiv,
+    fits_tiles,
+    pointers,
+)
 from torch_fp8.kernels.fp8_cast import cast_saturating
+from torch_fp8.kernels.quantize import quantize_2d
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.tiles import load_tile, positions
+from torch_fp8.kernels.tiles import load_tile, padded, positions, push_amax, store_layouts
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import new_scale
+from torch_fp8.quantization.payload_shape import Layouts, new_scale
 
 
 @quick
@@ -90,3 +99,74 @@ def cast_side_by_side(
         num_warps=TILE_WARPS,
     )
     return out, scale
+
+
+@quick
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
+def cast_joined_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    scale_ptr,
+    amax_ptr,
+    q_ptr,
+    qt_ptr,
+    rows,
+    cols_a,
+    cols_b,
+    cols_c,
+    E5M2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    AMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Cast one tile of a, b or c (R, C), contiguous, into its columns of q (R, Ca + Cb + Cc).
+
+    Columns are multiples of 16. AMAX: whether to raise the slot to the amax of all.
+    """
+    tiles_a, tiles_b = tl.cdiv(cols_a, BLOCK), tl.cdiv(cols_b, BLOCK)
+    tiles_c = tiles_a + tiles_b + tl.cdiv(cols_c, BLOCK)
+    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    x_ptr, cols, start = a_ptr, cols_a, 0 * cols_a
+    if tile_c >= tiles_a:
+        tile_c -= tiles_a
+        x_ptr, cols, start = b_ptr, cols_b, cols_a
+        if tile_c >= tiles_b:
+            tile_c -= tiles_b
+            x_ptr, cols, start = c_ptr, cols_c, cols_a + cols_b
+    r, c = positions(tile_r, BLOCK), positions(tile_c, BLOCK)
+    c = tl.max_contiguous(tl.multiple_of(c, 16), 16)
+    tile = (tile_r, tile_c, r, c, (r[:, None] < rows) & (c[None, :] < cols))
+    x = load_tile(x_ptr, cols, 1, r, c, tile[4])
+    if AMAX:
+        push_amax(amax_ptr, x)
+    q, total = cast_saturating(x, tl.load(scale_ptr), E5M2), cols_a + cols_b + cols_c
+    qt_ptr += start.to(tl.int64) * padded(rows, 16)
+    store_layouts(q, q_ptr + start, qt_ptr, tile, rows, total, ROW, COL, 16, cols)
+
+
+def quantize_joined(a: Tensor, b: Tensor | None, c: Tensor | None, options: CastOptions) -> Layouts:
+    """See `torch_fp8.ops.side_by_side.quantize_joined`."""
+    parts = [x.contiguous() for x in (a, b, c) if x is not None]
+    cols = [x.shape[1] for x in parts]
+    if options.scale is None or not all(fits_tiles(options, x) for x in parts):
+        return quantize_2d(torch.cat(parts, 1), options)
+    layouts, slot = options.new_layouts(a, sum(cols)), amax_slot(options)
+    tiles = sum(cdiv(n, BLOCK) for n in cols) * cdiv(a.shape[0], BLOCK)
+    cast_joined_kernel[(tiles,)](
+        *parts,
+        *parts[:1] * (3 - len(parts)),
+        options.scale,
+        *pointers((slot, layouts[0], layouts[2]), a),
+        a.shape[0],
+        *cols,
+        *[0] * (3 - len(cols)),
+        E5M2=format_of(options.dtype).has_inf,
+        ROW=options.rowwise,
+        COL=options.columnwise,
+        AMAX=slot is not None,
+        BLOCK=BLOCK,
+        num_warps=TILE_WARPS,
+    )
+    return layouts

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import running_backward
+from torch_fp8.autograd.current_pass import is_traced, running_backward
 from torch_fp8.autograd.function import (
     differentiable_by,
     is_asked_for,
@@ -31,12 +31,13 @@ from torch_fp8.autograd.function import (
     will_run,
 )
 from torch_fp8.nn.linear_function import LinearOptions
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor, as_layouts
+from torch_fp8.ops.registry import is_visible
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
-from torch_fp8.ops.side_by_side import side_by_side
+from torch_fp8.ops.side_by_side import MOST, quantize_joined, side_by_side
 from torch_fp8.quantization.scaling import scale_in_backward
 from torch_fp8.tensor.lazy_quantized import joined, plain
-from torch_fp8.tensor.quantizer import InputPayloads, matrix
+from torch_fp8.tensor.quantizer import InputPayloads, matrix, source_of
 from torch_fp8.tensor.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
@@ -111,13 +112,25 @@ class Gradients:
         """Return the gradients side by side, (M, N) and (N, M), and the sums of their rows (N,)."""
         if self._payloads is None:
             wgrad = self.exchange.options.recipe.wgrad is not None and bool(self.dtypes)
-            self._payloads = self.exchange.options.quantizers.grad_output(
-                joined(list(self.outputs.values())),
-                rowwise=-1 in self.readers,
-                columnwise=wgrad,
-                sum_dtype=torch.float32 if self.bias_dtypes else None,
-            )
+            layouts = {"rowwise": -1 in self.readers, "columnwise": wgrad}
+            quantizer = self.exchange.options.quantizers.grad_output
+            parts = list(self.outputs.values())
+            if self._joins_in_cast(parts):
+                options = quantizer.options(matrix(parts[0]), **layouts)
+                more = [None] * (MOST - len(parts))
+                arguments: Any = *map(matrix, parts), *more, options
+                self._payloads = *as_layouts(quantize_joined(*arguments), options), None
+            else:
+                sum_dtype = torch.float32 if self.bias_dtypes else None
+                self._payloads = quantizer(joined(parts), **layouts, sum_dtype=sum_dtype)
         return self._payloads
+
+    def _joins_in_cast(self, parts: Sequence[Tensor]) -> bool:
+        """Return whether a kernel of a graph reads the gradients where they are."""
+        known = self.exchange.options.quantizers.grad_output.source.scale is not None
+        plain_parts = all(source_of(x) is None and x.dtype == parts[0].dtype for x in parts)
+        fits = 1 < len(parts) <= MOST and not self.bias_dtypes
+        return known and fits and plain_parts and is_traced() and is_visible(parts[0])
 
     @property
     def sizes(self) -> list[int]:

@@ -25,10 +25,12 @@ from torch_fp8.autograd.current_pass import (
     saves_nothing,
 )
 from torch_fp8.autograd.function import (
+    addends_in_graph,
     as_text,
     of_text,
     once_differentiable,
     only_shape_matters,
+    read_in_graph,
     reshaped,
     shape_of_result,
 )
@@ -42,12 +44,14 @@ from torch_fp8.kernels.arguments import (
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.quantize import as_layouts, saved_stand_ins
+from torch_fp8.ops.registry import is_visible
 from torch_fp8.ops.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_quantize,
     rms_norm_quantize_once,
     rms_norm_statistics,
+    sum_norm_quantize_once,
 )
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.formats import CAST_DTYPES
@@ -192,7 +196,7 @@ class _RMSNormFunction(torch.autograd.Function):
         if keep:
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if options.on_read is None and options.quantizer is not None and is_traced():
-            ctx.unread = unread = _Unread(inputs, save)
+            ctx.unread = unread = _Unread(inputs, save, x)
             if keep:
                 ctx.save_for_backward(*((weight,) if save else (weight, x)))
             rstd, *_ = rms_norm_statistics(inputs, False)  # removed if nobody reads y
@@ -247,8 +251,8 @@ class _Unread(Producer):
 
     saved: Sequence[Tensor | None] = ()
 
-    def __init__(self, inputs: NormInputs, save: bool = False) -> None:
-        self._inputs, self._save = inputs, save
+    def __init__(self, inputs: NormInputs, save: bool = False, x: Tensor | None = None) -> None:
+        self._inputs, self._save, self._x = inputs, save, x
         self._norm: NormWithRstd | None = None
         self._amax: Tensor | None = None
 
@@ -279,9 +283,24 @@ class _Unread(Producer):
             if options.needs_amax:
                 options = options._replace(amax=self.amax())
             return as_layouts(rms_norm_quantize(self.norm, options), options)
-        results = rms_norm_quantize_once(self._inputs, options, self._save)
+        results = self._of_sum(options) or rms_norm_quantize_once(self._inputs, options, self._save)
         self._norm, self.saved = self._inputs.with_rstd(results[4]), results[5:7]
         return as_layouts(results[:4], options)
+
+    def _of_sum(self, options: CastOptions) -> tuple[Tensor | None, ...]:
+        """Add what x is the sum of in the operator, in a graph for CUDA; return () elsewhere."""
+        x = self._x
+        if x is None or options.scale is None or not is_visible(x):
+            return ()
+        addends = addends_in_graph(x)
+        if not addends or addends[0].dtype != x.dtype:
+            return ()
+        matrix, addend = (t.reshape(self._inputs.x.shape) for t in addends)  # (..., C) -> (R, C)
+        inputs = self._inputs._replace(x=matrix)
+        results: Any = sum_norm_quantize_once(inputs, addend, options, self._save)
+        read_in_graph(x, results[7].view(x.shape))
+        self._inputs = self._inputs._replace(x=results[7])
+        return tuple(results[:7])
 
 
 def _source(unread: _Unread, inputs: NormInputs, options: _Options, col: bool) -> LazySource:

@@ -106,6 +106,31 @@ def rms_norm_quantize_once(
     return (*quantize_2d(y, options), rstd, *saved)
 
 
+def _sum_fake(
+    inputs: NormInputs, addend: Tensor, options: CastOptions, save: bool
+) -> tuple[Tensor | None, ...]:
+    return (*_once_fake(inputs, options, save), inputs.x.new_empty(inputs.x.shape))
+
+
+@operator(_sum_fake, results=8)
+def sum_norm_quantize_once(
+    inputs: NormInputs, addend: Tensor, options: CastOptions, save: bool
+) -> tuple[Tensor | None, ...]:
+    """Run `rms_norm_quantize_once` on ``x + addend``, which is rounded to the dtype of x.
+
+    A program that casts bands of whole rows with a given scale adds them as it reads them, so that
+    nothing reads the sum from memory again.
+
+    Args:
+        inputs, options, save: see `rms_norm_quantize_once`.
+        addend: (R, C) in float32, bfloat16 or float16, of no wider dtype than x.
+    Returns:
+        ``(q, s, qt, st, rstd, saved_q, saved_scale, sum)``.
+    """
+    total = inputs.x + addend
+    return (*rms_norm_quantize_once.reference(inputs._replace(x=total), options, save), total)
+
+
 def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     x, cols = inputs.x, inputs.x.shape[1] if inputs.weight_grad else 0
     return x.new_empty(x.shape, dtype=inputs.dx_dtype), x.new_empty(cols, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The weights that one product multiplies by, cast into one payload, each at its place."""
+"""Matrices that one product multiplies by, cast into one payload, each at its place."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,15 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize_layouts
+from torch_fp8.ops.quantize import (
+    QuantizedTensor,
+    cast_saturating,
+    quantize_2d,
+    quantize_layouts,
+)
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import new_scale
+from torch_fp8.quantization.payload_shape import Layouts, new_scale
 from torch_fp8.quantization.recipe import CastSpec
 
 MOST = 3
@@ -56,6 +61,20 @@ def cast_side_by_side(
     weights = [x.float() for x in (a, b, c) if x is not None]
     codes = cast_saturating(torch.cat(weights), scale, format_of(dtype))
     return codes.t().contiguous(), scale
+
+
+def _joined_fake(a: Tensor, b: Tensor | None, c: Tensor | None, options: CastOptions) -> Layouts:
+    return options.new_layouts(a, sum(x.shape[1] for x in (a, b, c) if x is not None))
+
+
+@operator(_joined_fake)
+def quantize_joined(a: Tensor, b: Tensor | None, c: Tensor | None, options: CastOptions) -> Layouts:
+    """Cast up to three matrices (R, C) side by side, without joining them in memory first.
+
+    Returns:
+        `torch_fp8.ops.quantize.quantize_2d` of (R, C1 + C2 + ...).
+    """
+    return quantize_2d.reference(torch.cat([x for x in (a, b, c) if x is not None], 1), options)
 
 
 def side_by_side(

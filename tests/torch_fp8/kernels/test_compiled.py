@@ -123,6 +123,10 @@ def test_weights_side_by_side_compile_without_spills(record_launches, compile_al
         for last, scale in ((weights[1], one), (None, None)):
             arguments = *weights, last, one, one, scale, FORMATS[0], one
             kernels_side_by_side.cast_side_by_side(*arguments)
+        layouts = ((True, True), (True, False), (False, True))
+        for format, each in itertools.product(FORMATS, layouts):
+            options = CastOptions(format, "tensorwise", False, *each, one, one)
+            kernels_side_by_side.quantize_joined(*weights[1:] * 3, options)
     _compile(launches, compile_all)
 
 

@@ -114,6 +114,14 @@ def launch_norm_casts(dtype, more):
                 rms_norm.rms_norm_quantize_once(inputs, cast, save)
 
 
+def launch_norms_of_sums(dtype):
+    x, weight = empty(ROWS["norm"], 2048, dtype=dtype), empty(2048, dtype=dtype)
+    given = (cast for cast in casts(formats=FORWARD) if cast.scale is not None)
+    for cast, save in itertools.product(given, (True, False)):
+        inputs = NormInputs(x, weight, EPS, 0.0, dtype)
+        rms_norm.sum_norm_quantize_once(inputs, x.flip(0), cast, save)
+
+
 def launch_swiglu(x):
     smooth = empty(x.shape[1])
     swiglu.swiglu(x, x, smooth)
@@ -176,6 +184,7 @@ def test_norm_compiles_and_fits(record_launches, compile_all, group):
         for name in GROUPS[group]:
             if name in DTYPES:
                 launch_norm_casts(DTYPES[name], 1 if "odd" in name else 0)
+                launch_norms_of_sums(DTYPES[name])
             launch_norms(input_of(name))
     assert_fits(launches, compile_all)
 

@@ -53,9 +53,13 @@ def test_operators_that_cast(granularity, layouts):
         check_it("swiglu_backward_quantize", (*backward, *cast, scale, amaxes, of_dup, None))
     given = one if by_tensor else None, None, None
     check_it("rms_norm_quantize_once", (x, weight, EPS, *norm, *cast, *given, save))
+    summed = (x, weight, EPS, *norm, x.clone(), *cast, *given, save)
+    check_it("sum_norm_quantize_once", summed)
     for c, scale in ((x.clone(), one.clone()), (None, None)):
         pair = x.clone(), x.clone(), c, one.clone(), one.clone(), scale
         check_it("cast_side_by_side", (*pair, cast[0], None))
+        if by_tensor:
+            check_it("quantize_joined", (*pair[:3], *cast, one, None))
 
 
 @pytest.mark.parametrize("smooth", [True, False])
