@@ -186,9 +186,8 @@ def export_format(name: str, recipe: str) -> FileFormat:
             f"{' and '.join(SAVE_FORMATS[name])}; use format={others[0]!r}"
         )
     granularity = make_recipe(recipe).weight.granularity
-    format = FileFormat(
-        name, (GRANULARITIES[granularity].block,), exponents=granularity == "block_1x32"
-    )
+    block, exponents = GRANULARITIES[granularity].block, granularity == "block_1x32"
+    format = FileFormat(name, (block,), exponents=exponents)
     return replace(parse_format(format.quantization_config(()), name), recipe=recipe)
 
 
