@@ -33,14 +33,13 @@ from torch import Tensor
 
 from torch_fp8._version import __version__
 from torch_fp8.ops.quantize import QuantizedTensor
-from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantization.payload_shape import GRANULARITIES
 from torch_fp8.quantization.recipe import SAVE_FORMATS, make_recipe
 from torch_fp8.quantization.wording import check_choice
 from torch_fp8.tensor.frozen_payload import FP8Weight, scale_grid
 
 Block = tuple[int, int]
 """Numbers of rows and columns that share a scale; 0 for all."""
-_BLOCKS = {"tensorwise": (0, 0), "rowwise": (1, 0), **BLOCK_SHAPE}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
 _PLAIN = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 """The formats of compressed-tensors that store 8-bit weights unpacked, one per byte."""
@@ -187,7 +186,8 @@ def export_format(name: str, recipe: str) -> FileFormat:
             f"{' and '.join(SAVE_FORMATS[name])}; use format={others[0]!r}"
         )
     granularity = make_recipe(recipe).weight.granularity
-    format = FileFormat(name, (_BLOCKS[granularity],), exponents=granularity == "block_1x32")
+    block, exponents = GRANULARITIES[granularity].block, granularity == "block_1x32"
+    format = FileFormat(name, (block,), exponents=exponents)
     return replace(parse_format(format.quantization_config(()), name), recipe=recipe)
 
 

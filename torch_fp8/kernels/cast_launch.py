@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, cdiv, is_known, new_group_scales
+from torch_fp8.quantization.payload_shape import GRANULARITIES, cdiv, is_known, new_group_scales
 
 BLOCK = 128
 # 128 x 128, because it holds whole groups of every block granularity in both directions, and the
@@ -24,7 +24,6 @@ BLOCK = 128
 # elements, four 16-byte loads in flight; with 8 warps some variants need more than 200 registers.
 TILE_WARPS = 16
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
 # Rows up to this length are read once and kept in registers: 32 elements per thread in 16 warps.
 MAX_ROW_IN_REGISTERS = 16384
@@ -65,7 +64,7 @@ def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
         return None
     block_r, block_c = next_power_of_2(rows), max(next_power_of_2(cols), BLOCK)
     if columnwise:  # the tile also writes the padding
-        block_r = max(block_r, COL_ALIGNMENT["tensorwise"])
+        block_r = max(block_r, GRANULARITIES["tensorwise"].pads_rows_to)
     elements = block_r * block_c
     fits = elements <= BLOCK * BLOCK
     return Tile(block_r, block_c, max(1, min(TILE_WARPS, elements // 512))) if fits else None
@@ -78,7 +77,7 @@ def is_odd(x: Tensor) -> bool:
 
 def pad_of(rows: int, granularity: str, pads: bool) -> int:
     """Return a kernel's PAD: 1 if no padding is needed, so that one length and mask suffice."""
-    pad = COL_ALIGNMENT[granularity] if pads else 1
+    pad = GRANULARITIES[granularity].pads_rows_to if pads else 1
     return pad if not is_known(rows) or rows % pad else 1
 
 
@@ -100,7 +99,7 @@ def cast_flags(options: CastOptions) -> dict[str, object]:
 
 def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
     """Pad a payload of x^T from (C, R) to (C, R'), in a copy."""
-    more = 0 if qdata is None else -qdata.shape[1] % COL_ALIGNMENT[granularity]
+    more = 0 if qdata is None else -qdata.shape[1] % GRANULARITIES[granularity].pads_rows_to
     if qdata is None or not more:
         return qdata
     return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
@@ -131,7 +130,7 @@ def fits_tiles(options: CastOptions, *inputs: Tensor) -> bool:
     granularity = options.granularity
     assert granularity == "tensorwise" or (options.amax is None and options.scale is None)
     rows, cols = inputs[0].shape
-    unpadded = options.columnwise and COL_ALIGNMENT[granularity] == 1
+    unpadded = options.columnwise and GRANULARITIES[granularity].pads_rows_to == 1
     odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
     return granularity != "rowwise" and not odd and inputs[0].numel() > 0
 
@@ -163,7 +162,7 @@ def fused_flags(
     sources = {"tensorwise": of_tensor, "block_128x128": "square"}
     return {
         "SCALE": sources.get(options.granularity, "groups"),
-        "GROUP": GROUPS.get(options.granularity, BLOCK),
+        "GROUP": GRANULARITIES[options.granularity].block[1] or BLOCK,
         **cast_flags(options),
     }
 

@@ -39,7 +39,7 @@ from torch_fp8.kernels.quantize_kernels import (
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import Layouts, is_known
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, Layouts, is_known
 
 # If C is not a multiple of 16, elements move one at a time, each with an address and a mask in
 # registers. Casts then use smaller tiles, 1x128 and 1x32 blocks cast one layout per launch, and
@@ -288,7 +288,7 @@ def _blocks(
             _partial_sums(x, sums, BLOCK, unused),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE="square" if squares else "groups",
-            GROUP=32 if granularity == "block_1x32" else BLOCK,
+            GROUP=BLOCK_SHAPE[granularity][1],
             **cast_flags(options),
             PAD=pad,
             **tile.options,

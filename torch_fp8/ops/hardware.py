@@ -10,18 +10,8 @@ from pathlib import Path
 import torch
 
 from torch_fp8.quantization.formats import MIN_CAPABILITY
+from torch_fp8.quantization.payload_shape import GRANULARITIES
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
-
-# granularity -> range of CUDA compute capabilities whose scaled matmul supports it. Block scales
-# of 128 need Hopper and CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
-_CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "tensorwise": ((8, 9), (99, 9)),
-    "rowwise": ((8, 9), (99, 9)),
-    "block_1x128": ((9, 0), (9, 0)),
-    "block_128x128": ((9, 0), (9, 0)),
-    "block_1x32": ((10, 0), (99, 9)),
-}
-
 
 _MIN_CUDA_OF_BLOCKS = (12, 9)
 UNMEASURED = "tensorwise"
@@ -106,7 +96,7 @@ def _unsupported(
     """Return why a GPU of this capability cannot run the GEMMs of the recipe, or None if it can."""
     recipe = make_recipe(name)
     for cast in (recipe.input, recipe.weight, recipe.grad_output):
-        least, most = _CAPABILITIES[cast.granularity]
+        least, most = GRANULARITIES[cast.granularity].cards
         if not least <= capability <= most:
             return f"{card} cannot run {cast.granularity} GEMMs"
         if cast.granularity.startswith("block_") and cuda < _MIN_CUDA_OF_BLOCKS:

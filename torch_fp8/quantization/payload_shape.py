@@ -6,6 +6,8 @@ contracts. The padding is zeros, which add nothing to a sum. So any number of to
 cost of the next multiple.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -19,22 +21,36 @@ Each is None if not requested. Tensorwise, the second one is the scale of both, 
 caller passed the scale.
 """
 
-BLOCK_SHAPE: dict[str, tuple[int, int]] = {
-    "block_1x128": (1, 128),
-    "block_128x128": (128, 128),
-    "block_1x32": (1, 32),
+
+class Sharing(NamedTuple):
+    """What a granularity's name stands for.
+
+    Attributes:
+        block: numbers of rows and columns that share a scale; 0 for all.
+        pads_rows_to: the multiple to which R is rounded up in R'.
+        cards: CUDA compute capabilities whose scaled matmul supports it, the first and the last.
+    """
+
+    block: tuple[int, int]
+    pads_rows_to: int
+    cards: tuple[tuple[int, int], tuple[int, int]]
+
+
+# Block scales of 128 need Hopper and CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor
+# cores. Rows of squares are those of weights, not tokens.
+GRANULARITIES = {
+    "tensorwise": Sharing((0, 0), GEMM_ALIGNMENT, ((8, 9), (99, 9))),
+    "rowwise": Sharing((1, 0), GEMM_ALIGNMENT, ((8, 9), (99, 9))),
+    "block_1x128": Sharing((1, 128), 128, ((9, 0), (9, 0))),
+    "block_128x128": Sharing((128, 128), 1, ((9, 0), (9, 0))),
+    "block_1x32": Sharing((1, 32), GEMM_ALIGNMENT, ((10, 0), (99, 9))),
 }
-"""Numbers of rows and columns that share a scale."""
-SQUARE = ("tensorwise", "block_128x128")
+BLOCK_SHAPE = {name: g.block for name, g in GRANULARITIES.items() if g.block[1]}
+"""Numbers of rows and columns that share a scale, where they are blocks."""
+SQUARE = tuple(name for name, g in GRANULARITIES.items() if g.block[0] == g.block[1])
 """Granularities in which a matrix and its transpose have the same scales."""
-COL_ALIGNMENT: dict[str, int] = {
-    "tensorwise": GEMM_ALIGNMENT,
-    "rowwise": GEMM_ALIGNMENT,
-    "block_1x128": 128,
-    "block_128x128": 1,  # weights, whose rows are not tokens
-    "block_1x32": GEMM_ALIGNMENT,
-}
-"""The multiple to which R is rounded up in R', by granularity."""
+IN_ROWS = tuple(name for name in BLOCK_SHAPE if name not in SQUARE)
+"""Granularities whose blocks are parts of one row."""
 E8M0_ROWS = 128
 """Rows of a tile of block_1x32's scales in the GEMMs' layout; see `gemm_operand`."""
 
@@ -53,16 +69,14 @@ def is_aligned(size: int) -> bool:
 
 def padded_rows(rows: int, granularity: str) -> int:
     """Return R' of a matrix with `rows` rows."""
-    multiple = COL_ALIGNMENT[granularity]
+    multiple = GRANULARITIES[granularity].pads_rows_to
     return -(-rows // multiple) * multiple
 
 
 def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
     """Return the shape of the scale of a (rows, cols) payload, unless it is tensorwise."""
-    if granularity == "rowwise":
-        return (rows, 1)
-    block_rows, block_cols = BLOCK_SHAPE[granularity]
-    return (cdiv(rows, block_rows), cdiv(cols, block_cols))
+    block_rows, block_cols = GRANULARITIES[granularity].block
+    return (cdiv(rows, block_rows), cdiv(cols, block_cols) if block_cols else 1)
 
 
 def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tensor:
@@ -84,7 +98,7 @@ def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tenso
 
 def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
     """Allocate the float32 scales of a (rows, cols) payload, unless it is tensorwise."""
-    if granularity in ("block_1x128", "block_1x32"):
+    if granularity in IN_ROWS:
         return new_group_scales(x, rows, cols, BLOCK_SHAPE[granularity][1])
     return x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32)
 

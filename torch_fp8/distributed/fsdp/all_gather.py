@@ -30,7 +30,7 @@ from torch_fp8.distributed.links import Exchanges
 from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
-from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, scale_shape
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, IN_ROWS, scale_shape
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_weight import stored
@@ -124,7 +124,7 @@ class WeightGather:
     def amax_shape(self) -> tuple[int, ...]:
         """The shape of the amaxes that ranks combine; (0,) if scales travel with the bytes."""
         granularity = self.spec.granularity
-        if granularity in ("tensorwise", "block_1x32"):
+        if granularity == "tensorwise" or granularity in IN_ROWS:
             return (1,) if granularity == "tensorwise" else (0,)
         rows, cols = self.fsdp_param._orig_size
         return scale_shape(rows, cols, granularity)
@@ -179,7 +179,7 @@ class WeightGather:
             shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))  # (padded rows, K)
         quantized = self._cast(shard)
         inputs = [quantized.qdata.view(torch.uint8)]
-        if self.spec.granularity == "block_1x32":
+        if self.spec.granularity in IN_ROWS:
             inputs.append(exponent_bytes(quantized.scale))
         return tuple(inputs), self._scale
 

@@ -42,6 +42,7 @@ from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.quantization.payload_shape import IN_ROWS
 from torch_fp8.quantization.wording import by_reason, first_of
 
 
@@ -275,9 +276,9 @@ def _why_not_gathered(param: Any, owners: list[nn.Module]) -> str | None:
     if param.fsdp_placement.dim != 0 and granularity != "tensorwise":
         return f"it is sharded along dimension 1, and {granularity} scales need whole rows"
     size = param.mesh_info.shard_mesh_size
-    if granularity == "block_1x32" and size == 1:
+    if granularity in IN_ROWS and size == 1:
         return "it is on one rank, where torch gathers only one tensor"
-    if granularity == "block_1x32" and param._orig_size[0] % size:
+    if granularity in IN_ROWS and param._orig_size[0] % size:
         return f"its rows are not divisible by {size} ranks, and torch pads only one tensor"
     return None
 

@@ -24,7 +24,7 @@ from torch_fp8.distributed.fsdp.unsharded_weight import (
     transposed_or_recast,
 )
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
-from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, SavedInput, wrapper
 
@@ -66,7 +66,7 @@ def pack_shard(
     parts = [_padded(quantized.qdata.view(torch.uint8).view(shape), shards)]
     if spec.granularity != "tensorwise":
         exponents = exponent_bytes(quantized.scale)
-        per_row = _scales_per_row(spec, shape[-1])
+        _, per_row = scale_shape(1, shape[-1], spec.granularity)
         parts.append(_padded(exponents.reshape(*shape[:-1], per_row), shards))
     return parts[0].view(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
 
@@ -107,7 +107,8 @@ class Gather:
         qdata = self._joined(self._output[:, :size], part[-1]).view(self.spec.format.dtype)
         scale = self.scale
         if scale is None:
-            exponents = self._joined(self._output[:, size:], _scales_per_row(self.spec, cols))
+            _, per_row = scale_shape(1, cols, self.spec.granularity)
+            exponents = self._joined(self._output[:, size:], per_row)
             scale = powers_of_two(exponents).flatten(0, -2)
         # (..., C) -> (M, C)
         return QuantizedTensor(qdata.flatten(0, -2), scale, self.spec.granularity)
@@ -121,10 +122,6 @@ class Gather:
         merged[dim] *= parts.shape[0]
         whole = whole.reshape(merged)
         return whole.narrow(dim, 0, self.shards.shape[dim]).contiguous()
-
-
-def _scales_per_row(spec: CastSpec, cols: int) -> int:
-    return 1 if spec.granularity == "rowwise" else -(-cols // BLOCK_SHAPE[spec.granularity][1])
 
 
 def _padded(part: Tensor, shards: Shards) -> Tensor:
