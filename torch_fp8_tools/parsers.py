@@ -110,7 +110,7 @@ def _plan(commands: Any) -> None:
     add("--data", **whole, help="replicas (default: what --fsdp leaves, else 1)")
     add("--fsdp", **whole, help="shards per replica (default: what others leave)")
     add("--tensor", **whole, default=1, help="degree of tensor parallelism")
-    add("--pipeline", **whole, default=1, help="pipeline stages")
+    add("--pipeline", **whole, default=1, help=argparse.SUPPRESS)  # refused by name
     add("--recipe", choices=("auto", *RECIPES), default="auto",
         help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
     add("--checkpointing", action="store_true", help="recompute layers in backward")

@@ -35,15 +35,14 @@ from torch_fp8_tools.plan.setup import BF16
 
 COLUMNS = ("gpus", "method", "layers", "billion_parameters", "peak_gib")
 PUBLISHED_COLUMNS = (
-    *("model", "gpus", "tensor", "pipeline", "micro_batch", "published_bf16_gb"),
+    *("model", "gpus", "tensor", "micro_batch", "published_bf16_gb"),
     *("predicted_bf16_gb", "fsdp_bf16_gb", "published_fp8_lm_gb", "fsdp_o3_gb"),
 )
-# (model, GPUs, tensor, pipeline, micro-batch, BF16 GB, FP8-LM GB): FP8-LM's table of throughput
+# (model, GPUs, tensor, micro-batch, BF16 GB, FP8-LM GB): FP8-LM's table of throughput
 # and memory, second version; degrees of the scripts in Azure/MS-AMP-Examples, gpt3.
 PUBLISHED = (
-    ("gpt-7b", 32, 1, 1, 2, 69.6, 49.4),
-    ("gpt-13b", 32, 2, 1, 2, 68.2, 48.9),
-    ("gpt-175b", 128, 8, 4, 1, 66.1, 40.3),
+    ("gpt-7b", 32, 1, 2, 69.6, 49.4),
+    ("gpt-13b", 32, 2, 2, 68.2, 48.9),
 )
 FP8_LM = "FP8-LM"
 METHODS = (BF16, FP8_LM, "O1", "O2", "O3")
@@ -115,20 +114,19 @@ def drawn(rows: list[dict[str, str]]) -> list[Largest]:
 
 
 def published_row(
-    model: str, gpus: int, tensor: int, pipeline: int, micro_batch: int, bf16: float, fp8_lm: float
+    model: str, gpus: int, tensor: int, micro_batch: int, bf16: float, fp8_lm: float
 ) -> dict[str, Any]:
     """Return the published and the predicted gigabytes of a run."""
     options = {
         "gpus": gpus,
         "tensor": tensor,
-        "pipeline": pipeline,
         "micro_batch": micro_batch,
         "sequence": 2048,
         "levels": ("bf16-mixed", "O3"),
     }
     sharded = plan(model, **options)
-    replicas = gpus // (tensor * pipeline)
-    alone = plan(model, **{**options, "gpus": tensor * pipeline, "levels": ("bf16-mixed",)})
+    replicas = gpus // tensor
+    alone = plan(model, **{**options, "gpus": tensor, "levels": ("bf16-mixed",)})
     needed = alone.levels["bf16-mixed"]
     elements = needed.bytes["weights"] / 4
     # BF16 weights need no casts for autocast, which the planner's activations hold for all linears
@@ -138,7 +136,6 @@ def published_row(
         "model": model,
         "gpus": gpus,
         "tensor": tensor,
-        "pipeline": pipeline,
         "micro_batch": micro_batch,
         "published_bf16_gb": bf16,
         "predicted_bf16_gb": round(zero_1 / 1e9, 1),

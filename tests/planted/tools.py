@@ -79,14 +79,6 @@ FAULTS = {
         "name.startswith(_GATHERS)",
     ),
     (
-        "torch_fp8_tools/plan/known_results.py",
-        f"{_TESTS}/plan/test_plan.py::test_known_results_are_those_of_the_operators",
-    ): (
-        "a known result of a step has the dtype of the operator's first tensor",
-        "results = tuple([_empty(first, *layout) for layout in layouts])",
-        "results = tuple([_empty(first, *layout[:2], first.dtype) for layout in layouts])",
-    ),
-    (
         "torch_fp8_tools/plan/models.py",
         f"{_TESTS}/plan/test_plan.py::test_a_step_saves_what_an_eager_run_saves",
     ): (

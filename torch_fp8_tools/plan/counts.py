@@ -21,11 +21,9 @@ from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import (
     fake_ranks,
     grouped_in_bf16,
-    leave_stage,
     make_model,
     prepare,
     shard,
-    stages,
     unpadded_rows,
 )
 from torch_fp8_tools.plan.setup import BF16, Setup
@@ -38,14 +36,15 @@ def standing_bytes(setup: Setup, level: str) -> MemoryReport:
         setup: the planned run.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
-    reports = []
-    for stage, layers in stages(setup):
-        model = make_model(setup, level, layers)
-        leave_stage(model, stage)
-        with fake_ranks(setup.fsdp) as mesh:
-            optimizers = prepare(model, setup, level, mesh)
-            reports.append(expected_memory(model, optimizers, summed=setup.accumulate > 1))
-    return max(reports, key=lambda report: report.total)
+    model = make_model(setup, level, all_layers(setup))
+    with fake_ranks(setup.fsdp) as mesh:
+        optimizers = prepare(model, setup, level, mesh)
+        return expected_memory(model, optimizers, summed=setup.accumulate > 1)
+
+
+def all_layers(setup: Setup) -> range:
+    """Return the numbers of the model's layers."""
+    return range(text_of(setup.config).num_hidden_layers)
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
@@ -66,7 +65,7 @@ def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> flo
     plain = 2.0 if setup.fsdp > 1 else 4.0
     each = plain if level == BF16 else 1 + 1 / 32
     replicas = 2 * (setup.data - 1) / setup.data * each * trained
-    layers = -(-text_of(setup.config).num_hidden_layers // setup.pipeline)
+    layers = len(all_layers(setup))
     activations = 2 * setup.tokens * text_of(setup.config).hidden_size * setup.accumulate
     ring = 2 * (setup.tensor - 1) / setup.tensor
     return fsdp + replicas + 4 * layers * ring * activations
@@ -87,7 +86,7 @@ def step_bytes(setup: Setup, level: str) -> StepBytes:
     Raises:
         ValueError: the model cannot run on tensors without memory.
     """
-    places = stages(setup)[0][1]
+    places = all_layers(setup)
     few, twins = setup.layers.shortest(places, sharded=setup.fsdp > 1)
     try:
         return run_step(setup, level, few).with_layers(twins)

@@ -46,19 +46,9 @@ class Layers:
         self.kinds = list(zip(self.contents, settings, *listed, strict=False))
 
     def model(self, layers: Sequence[int]) -> nn.Module:
-        """Return a new model with only these layers, on the meta device.
-
-        Raises:
-            ValueError: the layers that the configuration counts are not those of one list.
-        """
+        """Return a new model with only these layers, on the meta device."""
         if len(layers) == self._number:
             return copy.deepcopy(self.whole)
-        if len(self._blocks) != self._number:
-            raise ValueError(
-                f"{type(self.whole).__name__} has {self._number} layers, of which "
-                f"{len(self._blocks)} are in one list, so it cannot be cut into stages: use "
-                "pipeline=1"
-            )
         absent = {id(block) for i, block in enumerate(self._blocks) if i not in layers}
         model: nn.Module = copy.deepcopy(self.whole, dict.fromkeys(absent, _ABSENT))
         for module in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
@@ -78,7 +68,7 @@ class Layers:
         """Return the layers whose step shows that of all, and the index of each layer's twin there.
 
         Args:
-            layers: the layers of the model, or of its pipeline stage.
+            layers: the layers of the model.
             sharded: whether FSDP2 shards the model.
         """
         few = list(layers)

@@ -18,7 +18,7 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8_tools.host_models import imported
-from torch_fp8_tools.plan.layouts import blocks_of, split_for_tensor_parallel, text_of
+from torch_fp8_tools.plan.layouts import blocks_of, split_for_tensor_parallel
 from torch_fp8_tools.plan.setup import BF16, Setup
 
 
@@ -66,34 +66,6 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*blocks_of(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-
-
-def stages(setup: Setup) -> list[tuple[str, range]]:
-    """Return the kinds of pipeline stages that can be the fullest, with their layers."""
-    total = text_of(setup.config).num_hidden_layers
-    if setup.pipeline == 1:
-        return [("whole", range(total))]
-    most = -(-total // setup.pipeline)
-    last = total - most * (setup.pipeline - 1) or most
-    return [("first", range(most)), ("last", range(total - last, total))]
-
-
-def leave_stage(model: Any, stage: str) -> None:
-    """Take the output layer out of a first stage, or the embedding out of a last one.
-
-    A tied weight is in both stages.
-    """
-    tied = model.get_output_embeddings()
-    if tied is not None and tied.weight is model.get_input_embeddings().weight:
-        return
-    base = getattr(model, "base_model", model)
-    absent = {
-        "first": [(base, "norm"), (model, "lm_head"), (model, "score")],
-        "last": [(base, "embed_tokens"), (base, "embed_in")],
-    }
-    for owner, name in absent.get(stage, []):
-        if isinstance(getattr(owner, name, None), nn.Module):
-            setattr(owner, name, nn.Identity())
 
 
 @contextlib.contextmanager

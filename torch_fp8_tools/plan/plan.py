@@ -124,9 +124,9 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
             * ``sequence``: tokens of a sequence, or None for the model's longest, at most 4096.
             * ``micro_batch``: sequences in one forward of a GPU. Default: 1.
             * ``accumulate``: micro-batches in an optimizer step. Default: 1.
-            * ``data``, ``fsdp``, ``tensor``, ``pipeline``: the degrees of replication, FSDP2
-              sharding, tensor and pipeline parallelism; their product is ``gpus``. By default
-              ``fsdp`` is what the others leave, and ``data`` what a given ``fsdp`` leaves, else 1.
+            * ``data``, ``fsdp``, ``tensor``: the degrees of replication, FSDP2 sharding and tensor
+              parallelism; their product is ``gpus``. By default ``fsdp`` is what the others leave,
+              and ``data`` what a given ``fsdp`` leaves, else 1.
             * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
               needs a GPU to measure.
             * ``checkpointing``: whether layers use activation checkpointing. Default: False.
@@ -195,22 +195,20 @@ def _plan_level(
         counted[same] = step_bytes(setup, same)
     step = counted[same]
     parts = {name: getattr(report(level), name) for name in CATEGORIES}
-    # A first pipeline stage holds the activations of the other micro-batches.
-    forward = step.forward + (min(setup.pipeline, setup.accumulate) - 1) * step.saved
     # Gradients count in BF16, not in 8 bits, because steps are counted so.
     plain = report(same)
     without_gradients = plain.total - plain.gradients
     backward = step.backward + sum(parts.values()) - without_gradients - plain.gradients
-    total = sum(parts.values()) + forward
-    # Gradients persist between micro-batches, of which a pipeline has several, or in DDP's buckets.
+    total = sum(parts.values()) + step.forward
+    # Gradients persist between micro-batches, or in DDP's buckets.
     persist = setup.accumulate > 1 or (setup.data > 1 and setup.fsdp == 1)
-    peak = total if persist else without_gradients + max(forward, backward)
+    peak = total if persist else without_gradients + max(step.forward, backward)
     memory = setup.memory * 2**30
     exchanged = report(BF16).gradients / 4 if setup.data > 1 else 0.0  # elements
     wire = wire_bytes(setup, exchanged, step, level)
     config = {"opt_level": level} | ({} if setup.recipe_is_auto else {"recipe": setup.recipe})
     return LevelPlan(
-        bytes={**parts, "activations": round(forward), "total": round(total)},
+        bytes={**parts, "activations": round(step.forward), "total": round(total)},
         peak=round(peak),
         fits=left_of(memory, peak) >= 0,
         headroom=round(left_of(memory, peak)),
@@ -227,8 +225,8 @@ def plain_text(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Describe the planned run in a few words."""
     setup = plan.setup
-    degrees = setup.data, setup.fsdp, setup.tensor, setup.pipeline
-    names = "data", "FSDP", "tensor", "pipeline"
+    degrees = setup.data, setup.fsdp, setup.tensor
+    names = "data", "FSDP", "tensor"
     ways = " x ".join(f"{name} {n}" for name, n in zip(names, degrees, strict=True) if n > 1)
     trained = f"LoRA of rank {setup.rank}" if setup.method == "lora" else "full training"
     many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"

@@ -16,7 +16,7 @@ from torch_fp8_tools.plan.layouts import read_config, text_of
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
 METHODS = ("full", "lora")
-_DEGREES = ("data", "fsdp", "tensor", "pipeline")
+_DEGREES = ("data", "fsdp", "tensor")
 _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
 
@@ -119,23 +119,21 @@ class Setup:
         if not 0 < memory < math.inf:
             raise ValueError(f"memory must be finite and above 0 GiB, got {memory}")
         if data is None:
-            data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
-        others = data * tensor * pipeline
+            data = max(gpus // (fsdp * tensor), 1) if fsdp is not None else 1
+        others = data * tensor
         if fsdp is None and gpus % others:
-            raise ValueError(
-                f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
-            )
+            raise ValueError(f"data={data} x tensor={tensor} do not divide the {gpus} GPUs")
         fsdp = fsdp or gpus // others
         if fsdp * others != gpus:
             raise ValueError(
-                f"data={data} x fsdp={fsdp} x tensor={tensor} x pipeline={pipeline} are "
-                f"{fsdp * others} GPUs, but gpus={gpus}"
+                f"data={data} x fsdp={fsdp} x tensor={tensor} are {fsdp * others} GPUs, but "
+                f"gpus={gpus}"
             )
         text = text_of(config)
-        if pipeline > text.num_hidden_layers:
+        if pipeline != 1:
             raise ValueError(
-                f"pipeline={pipeline} has more stages than the model has layers, "
-                f"{text.num_hidden_layers}"
+                "pipeline is no longer planned: plan the layers of one stage, with its share of "
+                "the GPUs"
             )
         if method == "rlhf":
             raise ValueError(
@@ -152,8 +150,8 @@ class Setup:
         self.name = Path(model).resolve().name if is_named else type(config).__name__
         self.gpus, self.memory = gpus, float(memory)
         self.sequence, self.micro_batch = sequence or min(4096, positions or 4096), micro_batch
-        self.accumulate = max(accumulate, pipeline if pipeline > 1 else 1)  # one for each stage
-        self.data, self.fsdp, self.tensor, self.pipeline = data, fsdp, tensor, pipeline
+        self.accumulate = accumulate
+        self.data, self.fsdp, self.tensor = data, fsdp, tensor
         self.recipe, self.checkpointing, self.method = planned, checkpointing, method
         self.rank = rank
         self.config, self.card, self.recipe_is_auto = config, chosen, recipe == "auto"
