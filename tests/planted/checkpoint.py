@@ -93,8 +93,8 @@ FAULTS = {
         'exponents, title = form == "mxfp8-quantized", f"',
         'exponents, title = False, f"',
         "an export writes with other blocks than those of its recipe",
-        "FileFormat(name, (_BLOCKS[granularity],),",
-        "FileFormat(name, (_BLOCKS.get(name, (0, 0)),),",
+        "block, exponents = GRANULARITIES[granularity].block,",
+        "block, exponents = (0, 0),",
     ),
     ("torch_fp8/checkpoint/exported_tensors.py", f"{_TESTS}/test_formats.py"): (
         "experts in blocks keep their scales of rows",
