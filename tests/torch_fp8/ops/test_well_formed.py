@@ -59,7 +59,7 @@ def test_operators_that_cast(granularity, layouts):
         pair = x.clone(), x.clone(), c, one.clone(), one.clone(), scale
         check_it("cast_side_by_side", (*pair, cast[0], None))
         if by_tensor:
-            check_it("quantize_joined", (*pair[:3], *cast, one, None))
+            check_it("quantize_joined", (*pair[:3], *cast, one, None, None))
 
 
 @pytest.mark.parametrize("smooth", [True, False])
