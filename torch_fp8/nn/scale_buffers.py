@@ -62,17 +62,12 @@ def _block(layer: Any) -> Any:
 
 
 def unite_scales(layers: Sequence[Any]) -> None:
-    """Let the layers of each block hold their scales in one tensor, if none is sharded.
-
-    Layers of eager models keep theirs, because copies of a model, such as AveragedModel's, have as
-    many buffers of the same shapes as the model.
-    """
+    """Let the layers of each block hold their scales in one tensor, if none is sharded."""
     for _, group in itertools.groupby(layers, _block):
         members = list(group)
         scales = [layer.fp8_scales for layer in members]
         apart = all(type(x) is Tensor and x.ndim == 2 and not stays(x) for x in scales)
-        traced = members[0].fp8.scaling.saturation.traced
-        if traced and apart and len(members) > 1 and not isinstance(members[0].weight, DTensor):
+        if apart and len(members) > 1 and not isinstance(members[0].weight, DTensor):
             united = torch.stack(scales)
             for row, layer in enumerate(members):
                 layer.fp8_scales, layer.fp8.scaling.row = united, row

@@ -73,18 +73,6 @@ def test_an_evaluation_changes_no_history():
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-def test_an_average_made_before_the_first_step_follows_the_model():
-    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-    convert_to_float8(model, FP8Config(recipe="delayed"))
-    average = torch.optim.swa_utils.AveragedModel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(16, 64)).sum().backward()
-    optimizer.step()
-    average.update_parameters(model)
-    for kept, of_model in zip(average.module.buffers(), model.buffers(), strict=True):
-        assert torch.equal(kept, of_model)
-
-
 @pytest.mark.parametrize("move", [lambda m: m.bfloat16(), lambda m: m.to("cpu", torch.float16)])
 def test_a_model_of_another_dtype_keeps_its_histories_in_float32(move):
     model = _layer(amax_history_len=4)
