@@ -115,7 +115,7 @@ class Gradients:
             layouts = {"rowwise": -1 in self.readers, "columnwise": wgrad}
             quantizer = self.exchange.options.quantizers.grad_output
             parts = list(self.outputs.values())
-            if self._joins_in_cast(parts):
+            if quantizer.source.scale is not None and self._joins_in_cast(parts):
                 options = quantizer.options(matrix(parts[0]), **layouts)
                 more = [None] * (MOST - len(parts))
                 arguments: Any = *map(matrix, parts), *more, options
@@ -127,10 +127,10 @@ class Gradients:
 
     def _joins_in_cast(self, parts: Sequence[Tensor]) -> bool:
         """Return whether a kernel of a graph reads the gradients where they are."""
-        known = self.exchange.options.quantizers.grad_output.source.scale is not None
+        if not is_traced() or not is_visible(parts[0]):
+            return False
         plain_parts = all(source_of(x) is None and x.dtype == parts[0].dtype for x in parts)
-        fits = 1 < len(parts) <= MOST and not self.bias_dtypes
-        return known and fits and plain_parts and is_traced() and is_visible(parts[0])
+        return plain_parts and 1 < len(parts) <= MOST and not self.bias_dtypes
 
     @property
     def sizes(self) -> list[int]:
