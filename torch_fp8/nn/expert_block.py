@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.autograd.current_pass import output_dtype, saves_nothing
-from torch_fp8.autograd.function import once_differentiable
+from torch_fp8.autograd.function import Function, once_differentiable
 from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.grouped_linear_function import (
@@ -134,7 +134,7 @@ def _bias_gradient(
     return sums[..., 0].contiguous()  # (E, N, 16) -> (E, N)
 
 
-class ExpertBlockFunction(torch.autograd.Function):
+class ExpertBlockFunction(Function):
     """Gated experts with all their gradients; see the module docstring and `expert_block`."""
 
     @staticmethod

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8, is_plain, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
+    Function,
     of_text,
     once_differentiable,
     only_shape_matters,
@@ -174,7 +175,7 @@ class Float8GatedMLP(RunsFP8):
         return of_gate, of_up
 
 
-class _SwiGLUFunction(torch.autograd.Function):
+class _SwiGLUFunction(Function):
     """Compute silu(gate) * up (..., C) as a `LazyQuantizedTensor`; plain in a compiled graph.
 
     `first` and `second` are gate and up (..., C), or one tensor (..., 2 C) with both, and None.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import is_traced, running_backward
 from torch_fp8.autograd.function import (
+    Function,
     differentiable_by,
     is_asked_for,
     is_returned,
@@ -183,7 +184,7 @@ class Gradients:
                 del self.exchange.passes[self.number]
 
 
-class Output(torch.autograd.Function):
+class Output(Function):
     """Return the output (..., N) of a member, and hand its gradient to `Exchange`."""
 
     @staticmethod
@@ -233,7 +234,7 @@ def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
     return total, None
 
 
-class GroupInput(torch.autograd.Function):
+class GroupInput(Function):
     """Return a token for the input (..., K); the gradient comes from `Exchange`."""
 
     @staticmethod
@@ -282,7 +283,7 @@ def _differentiable_bias(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...
     return None, grad_bias, None
 
 
-class GroupWeight(torch.autograd.Function):
+class GroupWeight(Function):
     """Return a token for a weight (N, K) and its bias; the gradients come from `Exchange`."""
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.autograd.current_pass import is_traced, output_dtype
-from torch_fp8.autograd.function import is_returned, once_differentiable
+from torch_fp8.autograd.function import Function, is_returned, once_differentiable
 from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.ops.hardware import is_capturing
@@ -175,7 +175,7 @@ def multiply_rows(
     return scaled_grouped_matmul(x, weight8, offs, "rows", dtype, **precise)
 
 
-class GroupedLinearFunction(torch.autograd.Function):
+class GroupedLinearFunction(Function):
     """``y = x w_e^T`` by expert on FP8 payloads, with dgrad and wgrad; see `grouped_linear`."""
 
     @staticmethod
@@ -289,7 +289,7 @@ def weight_gradient(
     )
 
 
-class RouteFunction(torch.autograd.Function):
+class RouteFunction(Function):
     """Copy each token to its rows, or sum the rows of each token; backward does the other.
 
     torch's own backward of indexing would accumulate, which is not needed here: a row has only one

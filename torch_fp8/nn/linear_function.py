@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import output_dtype, warn_of_decoding
 from torch_fp8.autograd.function import (
+    Function,
     differentiable_by,
     is_asked_for,
     is_returned,
@@ -253,7 +254,7 @@ def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_input, None, grad_bias, None, None, *[None] * len(ctx.buffers)
 
 
-class LinearFunction(torch.autograd.Function):
+class LinearFunction(Function):
     """``y = x w^T + b`` on FP8 payloads, with dgrad and wgrad; see `linear`."""
 
     @staticmethod

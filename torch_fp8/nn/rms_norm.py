@@ -25,6 +25,7 @@ from torch_fp8.autograd.current_pass import (
     saves_nothing,
 )
 from torch_fp8.autograd.function import (
+    Function,
     addends_in_graph,
     as_text,
     of_text,
@@ -180,7 +181,7 @@ class Float8RMSNorm(RunsFP8):
         return reader if type(scale) is type(x.detach()) and scale.device == x.device else None
 
 
-class _RMSNormFunction(torch.autograd.Function):
+class _RMSNormFunction(Function):
     """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; in a graph see `with_source`."""
 
     @staticmethod
