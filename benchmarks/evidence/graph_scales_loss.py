@@ -10,7 +10,8 @@ The models of `small_models_loss` train at O2, compiled (backend ``aot_eager``),
   below `BOUND`.
 * Another jump multiplies the input of one layer in the 20th step, and ``loss`` is the mean of the
   20 steps after it. ``known jump`` is ``"last_step"`` with current scales only in that step.
-  ``--clip 1`` clips the gradient to that norm, which Trainers do by default.
+  ``--clip 1`` clips the gradient to that norm, which Trainers do by default. ``--layer
+  down_proj`` makes the second block's layer of that name jump instead of the middle layer.
 """
 
 import argparse
@@ -45,7 +46,9 @@ COLUMNS = (
 )
 
 
-def run(name: str, scales: str, seed: int, jump: float, clip: float) -> dict[str, object]:
+def run(
+    name: str, scales: str, seed: int, jump: float, clip: float, layer: str | None = None
+) -> dict[str, object]:
     """Train a model, and return its losses and how many operands have saturated."""
     torch.manual_seed(seed)
     model = MODELS[name]()
@@ -57,7 +60,11 @@ def run(name: str, scales: str, seed: int, jump: float, clip: float) -> dict[str
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
     factor = torch.ones((), dtype=torch.float32, device="cpu")
     if jump:
-        _multiply_input(layers[len(layers) // 2], factor)
+        jumping = layers[len(layers) // 2]
+        if layer:
+            names = {n: m for n, m in model.named_modules() if n.split(".")[-1] == layer}
+            jumping = [*names.values()][1]
+        _multiply_input(jumping, factor)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model.compile(backend="aot_eager")
@@ -97,17 +104,19 @@ def main() -> None:
     parser.add_argument("--jumps", nargs="+", type=float, default=[0, 8, 64, 1000])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(30)))
     parser.add_argument("--clip", type=float, default=torch.inf, help="largest gradient norm")
+    parser.add_argument("--layer", help="whose input jumps; none: the middle one")
     add_csv(parser, "graph_scales_loss")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = environment(torch.device("cpu"))
-    clipped = "" if options.clip == torch.inf else f", clipped to {options.clip:g}"
+    where = f" at {options.layer}" if options.layer else ""
+    where += "" if options.clip == torch.inf else f", clipped to {options.clip:g}"
     for jump in options.jumps:
         for seed in options.seeds[: 3 if jump else None]:
             for model in options.models:
                 for scales in SCALES[: 3 if jump else 2]:
-                    row = {"model": model, "jump": f"{jump:g}{clipped}", "seed": seed}
-                    result = run(model, scales, seed, jump, options.clip)
+                    row = {"model": model, "jump": f"{jump:g}{where}", "seed": seed}
+                    result = run(model, scales, seed, jump, options.clip, options.layer)
                     append_rows(options.csv, COLUMNS, [about | row | {"scales": scales} | result])
     for line in summary(read_rows(options.csv)):
         print(line)
