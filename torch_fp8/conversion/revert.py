@@ -4,6 +4,7 @@ The class of each linear layer changes, in both directions, and the Parameters s
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer, Float8Linear
 from torch_fp8.nn.merge_aware import stop_merge_aware
+from torch_fp8.nn.scale_buffers import unite_scales
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear, place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.gradient_slot import remove_slot
@@ -87,12 +89,16 @@ def keep_scaling_local(model: nn.Module) -> None:
 
 
 def share_saturation(model: nn.Module) -> None:
-    """Let the layers of a model return to current scales together, so that two graphs suffice."""
-    layers = (m for m in model.modules() if isinstance(m, Float8Layer))
-    scalings = [layer.fp8.scaling for layer in layers if layer.fp8.scaling is not None]
+    """Let the layers of a model return to current scales together, so that two graphs suffice.
+
+    The layers of a block also get one tensor for their scales.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Float8Layer) and m.fp8.scaling]
+    scalings: list[Any] = [layer.fp8.scaling for layer in layers]
     for scaling in scalings:
         scaling.saturation = scalings[0].saturation
         scaling.saturation.members.add(scaling)
+    unite_scales(layers)
 
 
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.autograd.function import is_saved, outside_inference_mode
 from torch_fp8.nn.saturation import Saturation
-from torch_fp8.nn.scale_buffers import BUFFERS, scaling_buffers, stays, unite_scales
+from torch_fp8.nn.scale_buffers import BUFFERS, on_device, scaling_buffers, stays, unite_scales
 from torch_fp8.nn.scaling_rule import ScalingRule, scales_of
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import ScaleSource, push_amax, shared_amaxes
@@ -160,7 +160,9 @@ class LayerScaling:
         layer.fp8.forget_quantizers()
         layer.fp8.payloads.forget()
 
-    def after_move(self, layer: Any, before: Mapping[str, Tensor]) -> None:
+    def after_move(
+        self, layer: Any, before: Mapping[str, Tensor], device: torch.device | None = None
+    ) -> None:
         """Restore the buffers after ``Module._apply`` on their new device.
 
         Only the device changes: ``Module.to(bfloat16)`` would round them, and ``to_empty`` would
@@ -169,13 +171,13 @@ class LayerScaling:
         Args:
             layer: the layer.
             before: buffers before the move, by name.
+            device: their new device; none: where ``Module._apply`` moved them.
         """
         for name, buffer in before.items():
             moved = getattr(layer, name)
-            if moved is not None and moved is not buffer and not buffer.is_meta:
-                if name == "fp8_scales" and self.row is not None:  # each layer moves its own
-                    buffer, self.row = buffer[self.row].clone(), None
-                setattr(layer, name, buffer.to(moved.device))
+            if moved is not None and (moved is not buffer or device is not None):
+                row = self.row if name == "fp8_scales" else None
+                setattr(layer, name, on_device(buffer, row, device or moved.device))
         self.forget(layer)
         if any(buffer.is_meta for buffer in before.values()):
             self.reset(layer)

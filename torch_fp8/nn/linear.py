@@ -240,8 +240,10 @@ class Float8Layer(FrozenStorage):
         scaling = self.fp8.scaling
         if scaling is None or self.weight.is_meta:
             return
-        if any(getattr(self, buffer).is_meta for buffer in BUFFERS):
-            scaling.start(self)  # assign=True replaced the weight and left the buffers on meta
+        before = {name: getattr(self, name) for name in BUFFERS}
+        if any(buffer.is_meta for buffer in before.values()):
+            # assign=True has replaced the weight and left the buffers on meta.
+            scaling.after_move(self, before, self.weight.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

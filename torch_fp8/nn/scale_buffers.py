@@ -20,7 +20,8 @@ Histories (3, H) float32, the newest amax first; scales (3, 4) float32, each rep
 because GEMMs need scales at multiples of 16 bytes, and 0 if unknown; and a slot for each operand,
 () int32, see `torch_fp8.quantization.scaling.raise_slot`. Slots are whole tensors, because the
 kernels of a graph write to its inputs in place only if these are no views. The L layers of a block
-hold their known scales in one tensor (L, 3, 4), because each input of a graph takes host time.
+hold their scales in one tensor (L, 3, 4) from their conversion on, because each input of a graph
+takes host time, and because programs copy buffers between copies of a model.
 """
 _BLOCK = re.compile(r"(.*?\.)??\d+\.")
 """The start of a layer's name that ends with the number of its block."""
@@ -67,10 +68,32 @@ def unite_scales(layers: Sequence[Any]) -> None:
         members = list(group)
         scales = [layer.fp8_scales for layer in members]
         apart = all(type(x) is Tensor and x.ndim == 2 and not stays(x) for x in scales)
+        apart = apart and len({x.device for x in scales}) == 1
         if apart and len(members) > 1 and not isinstance(members[0].weight, DTensor):
             united = torch.stack(scales)
             for row, layer in enumerate(members):
                 layer.fp8_scales, layer.fp8.scaling.row = united, row
+
+
+def on_device(buffer: Any, row: int | None, device: torch.device) -> Tensor:
+    """Return a buffer on a device; its values are undefined if it comes from the meta device.
+
+    Args:
+        buffer: one of `BUFFERS`.
+        row: index of the layer, which moves alone, in a tensor that the layers of its block share:
+            they share one on the new device, too. None if the buffer is the layer's own.
+        device: the device.
+    """
+    if buffer.device == device:
+        return buffer
+    if row is None or type(buffer) is not Tensor:
+        return torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+    copies: dict[torch.device, Tensor] = vars(buffer).setdefault("fp8_copies", {})
+    if device not in copies:
+        copies[device] = torch.zeros_like(buffer, device=device)
+    if not buffer.is_meta:
+        copies[device][row].copy_(buffer[row])
+    return copies[device]
 
 
 def stays(scales: Tensor) -> bool:
