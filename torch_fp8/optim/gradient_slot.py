@@ -24,10 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torch_fp8.autograd.current_pass import ran_in_graph, warn_once
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.optim.state import shard_origin
@@ -124,6 +125,13 @@ class GradientSlot:
         is_plain = type(grad) is Tensor
         shard, like = (grad, parameter) if is_plain else (local(grad), local(parameter))
         if not is_plain and (isinstance(shard, Float8Grad) or _is_partial(grad)):
+            return
+        if type(like) in (Tensor, nn.Parameter) and ran_in_graph():
+            # Dynamo cannot trace a plain parameter whose gradient is a subclass.
+            warn_once(
+                "FP8: gradients of BF16 weights are not stored in 8 bits, because torch.compile "
+                "cannot trace such a weight; load the model in float32, or do without torch.compile"
+            )
             return
         if is_plain and not exchanged and grad._version and _is_part(grad):
             return  # added in place to a view of the user's flat buffer, which has to see it

@@ -18,6 +18,8 @@ from torch_fp8.tensor.encoded import Encoded, plain
 _aten: Any = torch.ops.aten
 _SUM = "torch_fp8_sum"
 """The key of `widen_sum` among a Parameter's hooks."""
+_ZERO = "fp8_zero"
+"""The attribute of a stored gradient with the version in which it is zero."""
 
 
 class WideGrad(Encoded):
@@ -49,12 +51,14 @@ class WideGrad(Encoded):
     @torch.no_grad()
     def store(self, x: Tensor) -> None:
         self.stored.copy_(plain(x))
+        vars(self.stored).pop(_ZERO, None)  # the version does not show this write
 
     def alias(self) -> "WideGrad":
         return WideGrad(self.stored)
 
     def take(self, x: Tensor) -> None:
         self.stored.data = plain(x).to(self.stored.dtype)
+        vars(self.stored).pop(_ZERO, None)
 
     @property
     def high(self) -> Tensor:
@@ -87,7 +91,16 @@ def _sum(sign: int) -> Any:
     return add
 
 
-WideGrad.handlers = {_aten.add_.Tensor: _sum(1), _aten.sub_.Tensor: _sum(-1)}
+def _zero(grad: WideGrad) -> WideGrad:
+    vars(grad.stored)[_ZERO] = grad.stored.zero_()._version
+    return grad
+
+
+WideGrad.handlers = {
+    _aten.add_.Tensor: _sum(1),
+    _aten.sub_.Tensor: _sum(-1),
+    _aten.zero_.default: _zero,
+}
 
 
 def _widen(stored: Tensor) -> None:
@@ -98,10 +111,16 @@ def _widen(stored: Tensor) -> None:
 
 @torch.utils.hooks.unserializable_hook
 def widen_sum(grad: Tensor) -> None:
-    """Turn a BF16 ``p.grad`` into float32, as autograd is about to add another gradient to it."""
+    """Turn a BF16 ``p.grad`` into float32, as autograd is about to add another gradient to it.
+
+    Zeros stay BF16, because their sum with a gradient is exact: ``zero_grad(set_to_none=False)``
+    leaves them, and what follows is the same as after None.
+    """
     parameter = getattr(torch._C._current_autograd_node(), "variable", None)
     before = None if parameter is None else torch.Tensor.grad.__get__(parameter)
     if before is None or before.dtype != torch.bfloat16 or "halves" not in vars(parameter):
+        return
+    if vars(before).get(_ZERO) == before._version:
         return
     if before.requires_grad:  # autograd builds a graph and adds out of place
         torch.Tensor.grad.__set__(parameter, before.float())

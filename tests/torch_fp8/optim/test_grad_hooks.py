@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.internals import (
     gradients_report,
     slot_of,
     stored_grad,
+    warn_once,
 )
 from tests.steps import adamw
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
@@ -313,3 +315,19 @@ def test_a_compiled_function_that_calls_backward_gets_8_bit_gradients(release):
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_is_traced_again_while_there_are_gradients(dtype):
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to(dtype)
+    optimizer, _ = adamw(model, FP8Config(opt_level="O3", recipe="rowwise"), lr=1e-2)
+    warn_once.cache_clear()
+    forward = torch.compile(model, backend="aot_eager", dynamic=False)
+    with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("always")
+        for tokens in (8, 16):
+            forward(torch.ones(tokens, 64, dtype=dtype)).float().square().mean().backward()
+    said = any("gradients of BF16 weights" in str(w.message) for w in caught)
+    assert said == (dtype == torch.bfloat16)
+    assert isinstance(stored_grad(model[0].weight), Float8Grad) != said
+    optimizer.step()
