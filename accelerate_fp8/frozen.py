@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import WeakKeys
-from torch_fp8 import FP8Config
+from torch_fp8 import FP8Config, freeze
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
-    freeze_weights,
     option_that_keeps,
     share_equal_weights,
 )
-from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.memory import size_text
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -57,10 +55,8 @@ class EvaluationModels:
         for model in list(self._waiting):
             del self._waiting[model]
             if trained.isdisjoint(model.parameters()):
-                device = next(model.parameters()).device
-                report = freeze_weights(model, self.config, device, lambda _: True)
+                report = freeze(model)
                 if report.frozen:
-                    convert_producers(model, self.config)
                     reports[model] = report
                     self._frozen[model] = None
         return reports

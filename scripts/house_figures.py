@@ -44,6 +44,7 @@ NEW_ROOMS: dict[str, tuple[str, ...]] = {
 NEW_TESTS: dict[str, tuple[str, ...]] = {
     "loss head": (
         "tests/torch_fp8/loss_head/",
+        "tests/accelerate_fp8/test_trl_heads.py",
         *(f"tests/planted/{n}.py" for n in ("loss_head", "output_layer")),
         "tests/torch_fp8_tools/plan/test_loss_workspace.py",
     ),

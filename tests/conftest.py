@@ -86,27 +86,25 @@ def _started(modules):
         server.stop()
 
 
-@pytest.fixture(scope="session")
-def forked_python():
-    """Path of a Python for scripts that has torch imported, but neither hosts nor this package.
-
-    With ``TEST_FORKED=0`` it is the real one: old releases of some packages import a host.
-    """
+def _forked(modules):
+    """With ``TEST_FORKED=0`` it is the real Python: old releases of some packages import a host."""
     if os.environ.get("TEST_FORKED") == "0":
         yield sys.executable
         return
-    with _started(MODULES) as python:
+    with _started(modules) as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def forked_python():
+    """Path of a Python for scripts that has torch imported, but neither hosts nor this package."""
+    yield from _forked(MODULES)
 
 
 @pytest.fixture(scope="session")
 def forked_hosts():
     """As `forked_python`, with hosts and this package imported as well."""
-    if os.environ.get("TEST_FORKED") == "0":
-        yield sys.executable
-        return
-    with _started(HOSTS) as python:
-        yield python
+    yield from _forked(HOSTS)
 
 
 @pytest.fixture(autouse=True, scope="module")

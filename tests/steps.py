@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.saved_activations import count_saved
-from torch_fp8 import convert_optimizer, convert_to_float8
+from torch_fp8 import Monitor, convert_optimizer, convert_to_float8
 
 
 def gaussian(*shape, dtype=torch.bfloat16, seed=1):
@@ -92,3 +92,21 @@ def saved_bytes(model, x):
         y = model(x)
     y.sum().backward()
     return saved.total
+
+
+def same(a, b):
+    """Whether two states are equal: tensors in all bits, in containers of the same form."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def monitored(model, optimizer, config, logged, **options):
+    """A monitor that writes the series of each step into `logged`."""
+    return Monitor(
+        model, [optimizer], config, log=lambda s, step: logged.update({step: s}), **options
+    )

@@ -19,12 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from tests.internals import REMOVED, convert_optimizer_file
 from tests.steps import adamw
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    load_trainable,
-    merged_state_dict,
-)
+from torch_fp8 import FP8Config, convert_optimizer, load_trainable, merged_state_dict
 
 FOLDER = Path(__file__).parent / "data" / "v0.1.0"
 FIELDS = {field.name: field.default for field in dataclasses.fields(FP8Config)}

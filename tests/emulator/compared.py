@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tests.emulator.faults import Fault
-from tests.emulator.place import off_card
+from tests.emulator.place import on_card
 from tests.internals import CastOptions, TileSums, recording, tensor_amax
 from tests.internals import kernels_adamw as adamw
 from tests.internals import kernels_quantize as quantize
@@ -68,7 +68,7 @@ class Comparison:
             results = None
             try:
                 results = function(*args)
-                with off_card():
+                with on_card(False):
                     check(results, args, copies)
             except (Mismatch, Fault) as error:
                 for number in range(start, len(self._launches)):

@@ -12,19 +12,9 @@ state = SimpleNamespace(on_card=False)
 
 
 @contextlib.contextmanager
-def on_card() -> Iterator[None]:
-    """Take all tensors within for tensors on CUDA, by their `is_cuda` and `is_cpu`."""
-    before, state.on_card = state.on_card, True
-    try:
-        yield
-    finally:
-        state.on_card = before
-
-
-@contextlib.contextmanager
-def off_card() -> Iterator[None]:
-    """Take tensors within for what they are."""
-    before, state.on_card = state.on_card, False
+def on_card(on: bool = True) -> Iterator[None]:
+    """Take all tensors within for tensors on CUDA, by `is_cuda` and `is_cpu`, or as they are."""
+    before, state.on_card = state.on_card, on
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tests.emulator.compared import Comparison
 from tests.emulator.driver import emulated
-from tests.emulator.place import off_card, on_card
+from tests.emulator.place import on_card
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
 from tests.emulator.step_cases import CASES, KINDS, Case
 from tests.emulator.step_models import MODELS
@@ -150,7 +150,7 @@ def card(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
 
 
 def off_card_product(*args: Any) -> Tensor:
-    with off_card():
+    with on_card(False):
         return scaled_mm(*args)
 
 

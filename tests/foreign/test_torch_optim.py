@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import same
 from torch_fp8 import convert_optimizer, merged_state_dict
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers", reason="needs expecttest")
@@ -77,16 +78,6 @@ def _run(model, optimizer, steps=4, first=0):
     return [
         float(optimizer.step(_closure(model, optimizer, s))) for s in range(first, first + steps)
     ]
-
-
-def _same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b
 
 
 def _quick(parameters):
@@ -169,14 +160,14 @@ def test_steps_that_do_nothing_in_stock_do_nothing(cls):
     model, optimizer = _converted(cls, {"weight_decay": 0.1})
     before = merged_state_dict(model, optimizer)
     optimizer.step()  # no gradients
-    assert _same(merged_state_dict(model, optimizer), before)
+    assert same(merged_state_dict(model, optimizer), before)
     assert not optimizer.state
     model, optimizer = _converted(cls, {"weight_decay": 0.0})
     before = merged_state_dict(model, optimizer)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    assert _same(merged_state_dict(model, optimizer), before)
+    assert same(merged_state_dict(model, optimizer), before)
 
 
 @each_class

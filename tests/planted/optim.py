@@ -60,6 +60,11 @@ FAULTS = {
         "        slot._optimizer = weakref.ref(optimizer)\n",
         "        slot._optimizer, slot.exchange = weakref.ref(optimizer), None\n",
     ),
+    ("torch_fp8/tensor/wide_grad.py", "tests/torch_fp8/tensor/test_wide_grad.py"): (
+        "a write to a zero gradient is no term of a sum",
+        "vars(self.stored).pop(_ZERO, None)  # the version does not show this write\n",
+        "pass\n",
+    ),
     ("torch_fp8/optim/gradient_slot.py", f"{_TESTS}/test_release.py"): (
         "a gradient that GradScaler has scaled is applied as it is",
         'if hasattr(optimizer, "found_inf"):',

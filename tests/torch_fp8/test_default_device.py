@@ -13,11 +13,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tests.steps import adamw, train_steps
-from torch_fp8 import (
-    FP8Config,
-    memory_report,
-    merged_state_dict,
-)
+from torch_fp8 import FP8Config, memory_report, merged_state_dict
 
 LEVELS = {
     "O1": {"opt_level": "O1"},

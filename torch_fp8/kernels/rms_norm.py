@@ -37,7 +37,6 @@ from torch_fp8.kernels.rms_norm_kernels import (
     norm_cast_once_kernel,
     statistics_kernel,
 )
-from torch_fp8.kernels.sum_norm_kernels import sum_norm_cast_kernel
 from torch_fp8.quantization.payload_shape import Layouts, is_known, multiple_of_16
 
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
@@ -165,37 +164,14 @@ def sum_norm_quantize_once(
     inputs: NormInputs, addend: Tensor, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.sum_norm_quantize_once`."""
-    x, weight, _, _, out_dtype = inputs
+    x = inputs.x
     fits = options.scale is not None and fits_tiles(options, x)
     if not (fits and bands_fill_the_card(x, options.granularity)):
         total = x + addend
         return (*rms_norm_quantize_once(inputs._replace(x=total), options, save), total)
+    total = x.new_empty(x.shape)
     inputs = inputs._replace(x=x.contiguous())
-    (rows, cols), slot, tile = x.shape, amax_slot(options), _band(x, options.granularity)
-    layouts, total = options.new_layouts(x), x.new_empty(x.shape)
-    # One tensor for backward: rstd, and behind it the scales, whose columns lie one by one.
-    groups, length = cdiv(cols, BLOCK) if save else 0, multiple_of_16(rows)
-    statistics = x.new_empty((1 + groups, length), dtype=torch.float32)
-    saved = x.new_empty(x.shape, dtype=torch.float8_e4m3fn) if save else None
-    sum_norm_cast_kernel[(cdiv(rows, tile.rows),)](
-        inputs.x,
-        addend.contiguous(),
-        total,
-        weight,
-        statistics,
-        *pointers((slot, saved), weight),
-        scale_source(options, weight),
-        *pointers(layouts, weight),
-        *_numbers(inputs),
-        OUT=TYPES[out_dtype],
-        **fused_flags(options, layouts),
-        SAVE=save,
-        AMAX=slot is not None,
-        **tile.options,
-        enable_fp_fusion=False,
-    )
-    scale = statistics[1:, :rows].t() if save else None
-    return (*layouts, statistics[0, :rows], saved, scale, total)
+    return (*_bands(inputs, options, save, None, (addend.contiguous(), total)), total)
 
 
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
@@ -218,18 +194,34 @@ def _band(x: Tensor, granularity: str) -> Tile:
 
 
 def _bands(
-    inputs: NormInputs, options: CastOptions, save: bool, whole: Tile | None
+    inputs: NormInputs,
+    options: CastOptions,
+    save: bool,
+    whole: Tile | None,
+    addition: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute and cast bands of whole rows, or all rows in the single tile `whole`."""
+    """Compute and cast bands of whole rows, or all rows in the single tile `whole`.
+
+    Args:
+        addition: a tensor that is added to x first, and memory for the sum; or None.
+    """
     x, weight, _, _, out_dtype = inputs
-    layouts, saved = options.new_layouts(x), saved_outputs(x, save)
-    rstd, slot = x.new_empty(x.shape[0], dtype=torch.float32), amax_slot(options)
+    rows, cols = x.shape
+    layouts, slot = options.new_layouts(x), amax_slot(options)
     tile = whole or _band(x, options.granularity)
-    norm_cast_once_kernel[(cdiv(x.shape[0], tile.rows),)](
+    if addition is None:
+        statistics, (saved, scale) = x.new_empty(rows, dtype=torch.float32), saved_outputs(x, save)
+    else:
+        # One tensor for backward: rstd, and behind it the scales, whose columns lie one by one.
+        shape = 1 + (cdiv(cols, BLOCK) if save else 0), multiple_of_16(rows)
+        statistics, scale = x.new_empty(shape, dtype=torch.float32), None
+        saved = x.new_empty(x.shape, dtype=torch.float8_e4m3fn) if save else None
+    norm_cast_once_kernel[(cdiv(rows, tile.rows),)](
         x,
+        *pointers(addition or (None, None), weight),
         weight,
-        rstd,
-        *pointers((slot, *saved), weight),
+        statistics,
+        *pointers((slot, saved, scale), weight),
         scale_source(options, weight),
         *pointers(layouts, weight),
         *_numbers(inputs),
@@ -237,11 +229,14 @@ def _bands(
         **fused_flags(options, layouts, whole is not None),
         SAVE=save,
         AMAX=slot is not None,
+        ADD=addition is not None,
         **tile.options,
         maxnreg=registers(tile.warps) if whole else None,
         enable_fp_fusion=False,
     )
-    return (*layouts, rstd, *saved)
+    if addition is None:
+        return (*layouts, statistics, saved, scale)
+    return (*layouts, statistics[0, :rows], saved, statistics[1:, :rows].t() if save else None)
 
 
 def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import (
     load_saved,
     load_tile,
+    padded,
     positions,
     push_amax,
     rounded,
@@ -140,8 +141,10 @@ def norm_cast_kernel(
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def norm_cast_once_kernel(
     x_ptr,
+    addend_ptr,
+    sum_ptr,
     weight_ptr,
-    rstd_ptr,
+    rstd_ptr,  # with ADD and SAVE, followed by the scales of what is saved
     amax_ptr,
     saved_ptr,
     saved_scale_ptr,
@@ -167,10 +170,15 @@ def norm_cast_once_kernel(
     COL: tl.constexpr,
     SAVE: tl.constexpr,
     AMAX: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Run `statistics_kernel` and then `norm_cast_kernel` on a band of BLOCK_R whole rows."""
+    """Run `statistics_kernel` and then `norm_cast_kernel` on a band of BLOCK_R whole rows.
+
+    With ADD, they run on x + addend, which is rounded and stored; x, addend and the sum have the
+    same strides. The addends leave the L2 cache first, because the program reads the sum again.
+    """
     band, made = tl.program_id(0), (q_ptr, s_ptr, qt_ptr, st_ptr)
     r = positions(band, BLOCK_R)
     columns = tl.arange(0, BLOCK_C).to(tl.int64)
@@ -178,10 +186,23 @@ def norm_cast_once_kernel(
     for start in range(0, cols, BLOCK_C):
         c = start + columns
         mask = (r[:, None] < rows) & (c[None, :] < cols)
-        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        if ADD:
+            places = r[:, None] * stride_r + c[None, :] * stride_c
+            x = tl.load(x_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first")
+            added = tl.load(
+                addend_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + places, x, mask=mask)
+            x = x.to(tl.float32)
+        else:
+            x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=1) * inverse + eps)
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
+    if ADD:
+        x_ptr, saved_scale_ptr = sum_ptr, rstd_ptr + padded(rows, 16)
+        tl.debug_barrier()  # other threads may have stored what a thread loads
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for start in range(0, cols, BLOCK_C):
         c = start + columns

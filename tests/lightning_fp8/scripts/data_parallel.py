@@ -14,9 +14,7 @@ L = importlib.import_module(host)
 import torch  # noqa: E402  (the host comes first, as in most scripts)
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: E402
-    allreduce_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import torch_fp8  # noqa: E402

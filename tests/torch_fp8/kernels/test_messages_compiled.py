@@ -8,31 +8,26 @@ NUMEL = {"aligned": 3 * 100 * 32 - 48, "any": 3 * 100 * 32 - 7}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@pytest.fixture
-def launches_of(record_launches):
-    """`launches_of(dtype, numel)` returns 6 launches: those of each function of `ops.messages`."""
-
-    def launch(dtype, numel):
-        layout, values = Layout(100, 9), torch.zeros(NUMEL[numel], dtype=DTYPES[dtype])
-        messages = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
-        out = torch.zeros(3200 + (numel == "any"), dtype=DTYPES[dtype])
-        with record_launches(wire) as launches:
-            wire.pack(values, layout, messages)
-            for keys in (None, (16, 1)):
-                wire.reduce_and_repack(messages, layout, messages[:1], 0.25, keys)
-            wire.unpack(messages, layout, values)
-            wire.unpack_sum(messages, layout, out[numel == "any" :], 0.25)
-            wire.sum_plain(layout.plain(messages), out[:9], 1 / 3)
-        return launches
-
-    return launch
+def launches_of(record_launches, dtype, numel):
+    """Return 6 launches: those of each function of `ops.messages`."""
+    layout, values = Layout(100, 9), torch.zeros(NUMEL[numel], dtype=DTYPES[dtype])
+    messages = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
+    out = torch.zeros(3200 + (numel == "any"), dtype=DTYPES[dtype])
+    with record_launches(wire) as launches:
+        wire.pack(values, layout, messages)
+        for keys in (None, (16, 1)):
+            wire.reduce_and_repack(messages, layout, messages[:1], 0.25, keys)
+        wire.unpack(messages, layout, values)
+        wire.unpack_sum(messages, layout, out[numel == "any" :], 0.25)
+        wire.sum_plain(layout.plain(messages), out[:9], 1 / 3)
+    return launches
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("numel", NUMEL)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel_compiles_without_spills(dtype, numel, launches_of, compile_all):
-    launches = launches_of(dtype, numel)
+def test_every_kernel_compiles_without_spills(dtype, numel, record_launches, compile_all):
+    launches = launches_of(record_launches, dtype, numel)
     assert len(launches) == len({launch.key for launch in launches}) == 6
     # 8 programs of 4 warps in a multiprocessor: of 65536 registers, 64 for each thread.
     ptx_of_launches = compile_all(launches, registers=64, shared=8192)
@@ -45,9 +40,9 @@ def test_every_kernel_compiles_without_spills(dtype, numel, launches_of, compile
             assert f"st.global.v{2 if codes else 4}.b32" in ptx or not wide
 
 
-def test_sizes_and_keys_are_no_constants(launches_of):
+def test_sizes_and_keys_are_no_constants(record_launches):
     """Or a kernel would be compiled again for each that happens to be a multiple of 16."""
-    for launch in launches_of("fp32", "aligned"):
+    for launch in launches_of(record_launches, "fp32", "aligned"):
         assert not set(launch.divisible) - {n for n, kind in launch.signature if kind[0] == "*"}
         constants = {name for name, _ in launch.constants}
         assert constants <= {"STOCHASTIC", "ALIGNED", "GROUPS", "BLOCK"}

@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.internals import TOKENS, WORST, decibel, read_run
 from tests.internals import grouped_linear_function as grouped
 from tests.moe_experts import LAYOUTS, E, H, K, experts
-from torch_fp8 import FP8Config, Monitor, convert_to_float8
+from tests.steps import monitored
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.ops.quantize import dequantize, quantize
 
 TOKENS_A_STEP = 160
@@ -40,14 +41,8 @@ class Watched:
         convert_to_float8(self.block, config)
         self.optimizer = torch.optim.AdamW(self.block.parameters(), lr=1e-4)
         self.logged, self.said, self.x = {}, [], torch.randn(TOKENS_A_STEP, H)
-        self.monitor = Monitor(
-            self.block,
-            [self.optimizer],
-            config,
-            folder=tmp_path,
-            log=lambda series, step: self.logged.update({step: series}),
-            say=self.said.append,
-        )
+        watched = self.block, self.optimizer, config, self.logged
+        self.monitor = monitored(*watched, folder=tmp_path, say=self.said.append)
 
     def step(self, forward=None):
         with torch.autocast("cpu", torch.bfloat16):
@@ -182,9 +177,9 @@ def test_counting_and_looking_wait_for_nothing(monkeypatch):
         monkeypatch.setattr(
             torch.Tensor, name, lambda x, stock=stock: fetches.append(1) or stock(x)
         )
-    for monitored in (True, False):
+    for goes_on in (True, False):
         watched = Watched("plain", monitor=1)  # its first step is observed
-        if not monitored:
+        if not goes_on:
             watched.monitor.close()
         fetches.clear()
         with torch.autocast("cpu", torch.bfloat16):

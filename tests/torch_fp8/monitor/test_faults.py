@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.internals import DEFAULT_BOUNDS, LossSpikes, Series, crossings, series_module
+from tests.steps import monitored
 from tests.torch_fp8.block_models import MLP
 from tests.torch_fp8.monitor.test_expert_observer import Watched as WatchedExperts
-from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 
 class Watched:
@@ -23,13 +24,8 @@ class Watched:
         if config.opt_level != "O1":
             convert_optimizer(self.optimizer, config, model=self.model)
         self.logged, self.said, self.in_x, self.out_scale = {}, [], lambda x: x, 1.0
-        self.monitor = Monitor(
-            self.model,
-            [self.optimizer],
-            config,
-            log=lambda series, step: self.logged.update({step: series}),
-            say=self.said.append,
-        )
+        parts = self.model, self.optimizer, config, self.logged
+        self.monitor = monitored(*parts, say=self.said.append)
 
     def step(self, factor=1.0):
         x = torch.randn(32, 64)

@@ -8,6 +8,7 @@ from torch import nn
 from tests.golden.training import Run, adamw, llama
 from tests.internals import FILE_NAME, Float8Layer, read_run
 from tests.models import SIZES
+from tests.steps import monitored
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
 
 
@@ -19,14 +20,7 @@ def _run(config, steps, folder=None, **options):
         convert_optimizer(optimizer, config, model=model)
     monitor, logged = None, {}
     if config.monitor:
-        monitor = Monitor(
-            model,
-            [optimizer],
-            config,
-            folder=folder,
-            log=lambda series, step: logged.update({step: series}),
-            **options,
-        )
+        monitor = monitored(model, optimizer, config, logged, folder=folder, **options)
         model.register_forward_hook(lambda m, a, out: monitor.observe_loss(out.loss))
     return model, optimizer, Run(model, optimizer).train(range(1, steps + 1)), monitor, logged
 

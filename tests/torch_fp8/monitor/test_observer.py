@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.ops.scaled_mm
 from tests.internals import RECIPES, LazyQuantizedTensor, format_of, linear_function, read_run
+from tests.steps import monitored
 from tests.torch_fp8.block_models import Norm
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
@@ -55,13 +56,8 @@ class Watched:
         if config.opt_level != "O1":
             convert_optimizer(self.optimizer, config, model=self.model)
         self.gemms, self.sources, self.logged, self.said = [], {}, {}, []
-        self.monitor = Monitor(
-            self.model,
-            [self.optimizer],
-            config,
-            log=lambda series, step: self.logged.update({step: series}),
-            say=self.said.append,
-        )
+        parts = self.model, self.optimizer, config, self.logged
+        self.monitor = monitored(*parts, say=self.said.append)
         operator = torch_fp8.ops.scaled_mm._operator
 
         def spied(*args):
@@ -305,14 +301,8 @@ def test_an_amax_that_a_history_leaves_out_is_an_event_once(monkeypatch, every, 
     watched = Watched(monkeypatch, nn.Linear(K, N), recipe="delayed", monitor=every)
     watched.monitor.close()
     config, said = watched.monitor.config, []
-    watched.monitor = Monitor(
-        watched.model,
-        [watched.optimizer],
-        config,
-        folder=tmp_path,
-        log=lambda series, step: watched.logged.update({step: series}),
-        say=said.append,
-    )
+    of_run = watched.model, watched.optimizer, config, watched.logged
+    watched.monitor = monitored(*of_run, folder=tmp_path, say=said.append)
     for step in range(1, 21):
         if step in (6, 17):
             with torch.no_grad():

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.internals import FILE_NAME, is_paused
+from tests.steps import monitored
 from tests.torch_fp8.distributed.ranks import RANK, RANKS, of_ranks, on_ranks, same_on_ranks
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, connect_fsdp
@@ -27,13 +28,7 @@ def test_ranks_join_their_numbers_and_fall_back_together():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     logged, paused = {}, {}
     folder = tempfile.mkdtemp()
-    monitor = Monitor(
-        model,
-        [optimizer],
-        config,
-        folder=folder,
-        log=lambda series, step: logged.update({step: series}),
-    )
+    monitor = monitored(model, optimizer, config, logged, folder=folder)
     ddp = DistributedDataParallel(model)
     generator = torch.Generator().manual_seed(RANK)
     amax = loss_of_three = None
@@ -61,7 +56,7 @@ def test_ranks_join_their_numbers_and_fall_back_together():
 def _train(model, config, x, steps=1):
     """Train a model's only layer for some steps, each on this rank's x; return what is logged."""
     optimizer, logged = torch.optim.SGD(model.parameters(), lr=0.0), {}
-    monitor = Monitor(model, [optimizer], config, log=lambda s, step: logged.update({step: s}))
+    monitor = monitored(model, optimizer, config, logged)
     for step in range(1, steps + 1):
         if step == steps > 1:
             with torch.no_grad():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.internals import EXACT_BITS, residual_of, set_residual, split_matrix
+from tests.steps import same
 from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict
 
 # Weights of the user's in BF16 keep their residuals in the optimizer.
@@ -27,16 +28,6 @@ def _step(model, optimizer, seed=0):
         model(x).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b
 
 
 def _float32_weights(model, seed=1):
@@ -150,7 +141,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(change, message, steps
     before = copy.deepcopy((optimizer.state_dict(), merged_state_dict(model, optimizer)))
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
-    assert _same((optimizer.state_dict(), merged_state_dict(model, optimizer)), before)
+    assert same((optimizer.state_dict(), merged_state_dict(model, optimizer)), before)
 
 
 WRITES = {
@@ -179,7 +170,7 @@ def test_bf16_weights_are_what_was_written_and_residuals_at_most_half_a_spacing(
     for weight in weights.values():
         weight[::3] = special
     write(model, weights)
-    assert _same(dict(model.state_dict()), weights)
+    assert same(dict(model.state_dict()), weights)
     merged = merged_state_dict(model, optimizer)
     for name, value in weights.items():
         # As a step splits it: ties are rounded up.
@@ -190,7 +181,7 @@ def test_bf16_weights_are_what_was_written_and_residuals_at_most_half_a_spacing(
         assert (distance <= value[finite].abs().float() * 2**-8 + 2.0**-134).all()
     if special < 3e38:
         _step_that_changes_nothing(model, optimizer)
-        assert _same(dict(model.state_dict()), weights)
+        assert same(dict(model.state_dict()), weights)
 
 
 def _step_that_changes_nothing(model, optimizer):
@@ -231,8 +222,8 @@ def test_weights_that_were_only_read_or_swapped_out_and_in_keep_their_residuals(
         p.data.copy_(torch.zeros_like(p))
         p.data.copy_(kept)
         p.data = p.data.clone()
-    assert _same(merged_state_dict(model, optimizer), before)
-    assert dtype != torch.float32 or _same(dict(model.state_dict()), before)
+    assert same(merged_state_dict(model, optimizer), before)
+    assert dtype != torch.float32 or same(dict(model.state_dict()), before)
 
 
 @pytest.mark.long
@@ -269,8 +260,8 @@ def test_model_and_optimizer_are_loaded_in_either_order(model_first, dtype):
     for steps in (0, 1):
         other, resumed = _converted(steps=steps, dtype=dtype)
         _load(other, resumed, saved, model_first)
-        assert _same(merged_state_dict(other, resumed), expected)
-        assert _same(resumed.state_dict(), saved[1])
+        assert same(merged_state_dict(other, resumed), expected)
+        assert same(resumed.state_dict(), saved[1])
 
 
 def _load(model, optimizer, saved, model_first):
@@ -290,7 +281,7 @@ def test_residuals_that_were_set_since_the_last_step_are_saved(steps):
     _load(other, resumed, saved, model_first=True)
     _step_that_changes_nothing(model, optimizer)
     _step_that_changes_nothing(other, resumed)
-    assert _same(merged_state_dict(other, resumed), merged_state_dict(model, optimizer))
+    assert same(merged_state_dict(other, resumed), merged_state_dict(model, optimizer))
 
 
 def test_weights_in_float32_go_on_from_the_bf16_values_of_a_file():
@@ -298,4 +289,4 @@ def test_weights_in_float32_go_on_from_the_bf16_values_of_a_file():
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     other, resumed = _converted()
     _load(other, resumed, saved, model_first=True)
-    assert _same(dict(other.state_dict()), {k: v.float() for k, v in saved[0].items()})
+    assert same(dict(other.state_dict()), {k: v.float() for k, v in saved[0].items()})

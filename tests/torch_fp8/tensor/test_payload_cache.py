@@ -379,8 +379,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [*itertools.product(["linear", "conv1d"], RECIPES), ("experts", "rowwise")],
+    ("kind", "recipe"), [*itertools.product(["linear", "conv1d"], RECIPES), ("experts", "rowwise")]
 )
 def test_no_graph_keeps_a_cast_of_a_weight_for_backward(kind, recipe):
     """Its bytes would live from forward to backward, in each layer."""

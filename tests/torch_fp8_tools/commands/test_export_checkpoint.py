@@ -8,12 +8,7 @@ from transformers import AutoModelForCausalLM
 from tests.fp8_checkpoints import LiveStorages, tiny_llama, write_llama
 from tests.internals import export_checkpoint
 from tests.steps import adamw
-from torch_fp8 import (
-    FP8Config,
-    export,
-    merged_state_dict,
-    scaling_state_dict,
-)
+from torch_fp8 import FP8Config, export, merged_state_dict, scaling_state_dict
 
 
 def _trained(recipe="blockwise", opt_level="O2", **changes):

@@ -16,13 +16,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from tests.torch_fp8.distributed.ranks import (  # noqa: F401  (the cases import them from here)
-    RANK,
-    RANKS,
-    equal_on_ranks,
-    gathered,
-    worst_sum,
-)
+from tests.torch_fp8.distributed.ranks import RANK, RANKS, equal_on_ranks, gathered, worst_sum  # noqa: F401  (the cases import them from here)
 
 
 def bodies(module, names):

@@ -1,3 +1,4 @@
+import functools
 import tempfile
 
 import pytest
@@ -17,6 +18,7 @@ from tests.batched_muon import SingleDeviceMuon
 from tests.comm_counter import count_communication
 from tests.internals import Int8Momentum, adopt_steps, local
 from tests.moe_experts import batch, experts
+from tests.steps import train_steps
 from tests.torch_fp8.distributed.ranks import RANKS, on_ranks
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import connect_fsdp, split_sharded
@@ -49,17 +51,13 @@ def made(fp8, sharded=True):
     return model, optimizer
 
 
-def train(model, optimizer, steps):
-    losses = []
-    for step in steps:
-        x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step % 4))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = (model(x).float() - x.roll(1, 1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def _loss(model, step):
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step % 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        return (model(x).float() - x.roll(1, 1)).square().mean()
+
+
+train = functools.partial(train_steps, loss_of=_loss)
 
 
 @on_ranks(2)
@@ -71,11 +69,11 @@ def test_shards_train_as_one_rank_does_and_gather_a_weight_once_in_int8():
             p.grad = torch.zeros_like(p)
         with count_communication() as sent:
             optimizer.step()
-        losses = train(model, optimizer, range(6))
+        losses = train(model, optimizer, 6)
         results[name] = losses, sent.bytes_sent, sent.calls
     (stock, stock_bytes, _), (int8, int8_bytes, calls) = results.values()
     assert int8 == pytest.approx(stock, rel=2e-3)
-    of_one = train(*made(True, sharded=False), range(6))
+    of_one = train(*made(True, sharded=False), 6)
     assert int8 == pytest.approx(of_one, rel=2e-3)
     # A byte an element and a scale for 64, half of it of the other rank.
     assert calls == 2
@@ -91,10 +89,10 @@ def test_a_folder_of_shards_goes_on_bit_for_bit():
         paths = [folder]
         dist.broadcast_object_list(paths)
         model, optimizer = made(True)
-        train(model, optimizer, range(3))
+        train(model, optimizer, 3)
         state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
         dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=paths[0])
-        want = train(model, optimizer, range(3, 6))
+        want = train(model, optimizer, 3, 3)
         again, resumed = made(True)
         target = {
             "model": get_model_state_dict(again),
@@ -104,7 +102,7 @@ def test_a_folder_of_shards_goes_on_bit_for_bit():
         again.load_state_dict(target["model"])
         set_optimizer_state_dict(again, resumed, target["optimizer"])
         adopt_steps(paths[0], [resumed])
-        got = train(again, resumed, range(3, 6))
+        got = train(again, resumed, 3, 3)
         dist.barrier()
     assert want == got
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
