@@ -123,9 +123,15 @@ def _noted() -> bool:
     return True
 
 
+before_traces: list[Callable[[], None]] = []
+"""Functions that run before torch.compile traces a converted layer."""
+
+
 @torch.compiler.assume_constant_result
 def note_graph() -> bool:
     """Note for `ran_in_graph` that torch.compile traces an FP8 layer; Dynamo calls this."""
+    for function in before_traces:
+        function()
     return _noted()
 
 

@@ -19,6 +19,7 @@ and adds missing slots in each step. A lost slot costs memory, not correctness. 
 split and reorder groups in between.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.autograd.current_pass import ran_in_graph, warn_once
+from torch_fp8.autograd.current_pass import before_traces
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.optim.state import shard_origin
@@ -126,13 +127,6 @@ class GradientSlot:
         shard, like = (grad, parameter) if is_plain else (local(grad), local(parameter))
         if not is_plain and (isinstance(shard, Float8Grad) or _is_partial(grad)):
             return
-        if type(like) in (Tensor, nn.Parameter) and ran_in_graph():
-            # Dynamo cannot trace a plain parameter whose gradient is a subclass.
-            warn_once(
-                "FP8: gradients of BF16 weights are not stored in 8 bits, because torch.compile "
-                "cannot trace such a weight; load the model in float32, or do without torch.compile"
-            )
-            return
         if is_plain and not exchanged and grad._version and _is_part(grad):
             return  # added in place to a view of the user's flat buffer, which has to see it
         rounding = self.rounding(parameter)
@@ -169,6 +163,8 @@ def attach_slots(optimizer: Any) -> int:
         The number of slots that quantize or release and were missing.
     """
     weights, missing = optimizer.fp8_gradients, 0
+    if weights:
+        _with_8_bits.add(optimizer)
     release = optimizer.fp8_config.gradient_release
     indexed = optimizer.indexed_parameters()
     kinds = {type(parameter) for _, _, parameter in indexed}
@@ -189,6 +185,25 @@ def attach_slots(optimizer: Any) -> int:
         slot = give_slot(optimizer, index, parameter)
         slot.quantize, slot.release = quantize, release
     return missing
+
+
+_with_8_bits: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The optimizers with gradients in 8 bits."""
+
+
+def _decode_plain() -> None:
+    """Decode the 8-bit gradients of plain parameters: Dynamo traces no such parameter with one.
+
+    A slot quantizes the sum with the next gradient again.
+    """
+    for parameter in itertools.chain.from_iterable([o.fp8_gradients for o in _with_8_bits]):
+        grad, weight = stored_grad(parameter), local(parameter)
+        shard = None if grad is None else local(grad)
+        if type(weight) in (Tensor, nn.Parameter) and isinstance(shard, Float8Grad):
+            parameter.grad = with_data(grad, shard.dequantize())
+
+
+before_traces.append(_decode_plain)
 
 
 def give_slot(optimizer: Any, index: int, parameter: Tensor) -> GradientSlot:
