@@ -105,7 +105,7 @@ def test_eager_calls_nothing_that_it_can_do_without(run, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_of_a_block(rows, recipe):
-    most = {"tensorwise": 2615, "delayed": 2850, "rowwise": 2980, "blockwise": 3015}
+    most = {"tensorwise": 2600, "delayed": 2840, "rowwise": 2965, "blockwise": 3000}
     assert rows["training", recipe]["calls"] <= most[recipe]
     assert rows["inference", recipe]["calls"] <= 5 * rows["inference", "BF16"]["calls"]
 

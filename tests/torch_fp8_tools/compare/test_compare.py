@@ -77,6 +77,7 @@ def test_a_failure_in_bf16_is_not_fp8s_fault(compare, capsys):
     assert len(report["variants"]) == 1
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_is_a_row_and_a_second_call_continues(compare, capsys):
     """The second call runs only what failed; another command begins anew."""
     status, report = compare("own", "--fail", "fp8", steps=20)

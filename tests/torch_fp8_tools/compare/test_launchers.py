@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from IPython.core.profiledir import ProfileDir
 
 from examples.sft import quick_model, quick_rows
 from tests.internals import machine
@@ -101,7 +102,9 @@ def test_a_training_in_a_thread_as_rays_workers_start_it(compare):
 
 
 @pytest.mark.long
-def test_run_in_a_notebook(compare, forked_hosts):
+def test_run_in_a_notebook(compare, forked_hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    ProfileDir.create_profile_dir_by_name(tmp_path, "default")  # IPython writes it if it is missing
     command = f"%run {PROGRAM} accelerate"
     check(*compare(command, steps=6, launch=[forked_hosts, "-m", "IPython", "-c"]), ranks=1)
 

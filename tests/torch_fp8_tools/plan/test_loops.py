@@ -35,7 +35,8 @@ def test_a_layer_that_loops_over_a_long_sequence_is_refused(monkeypatch):
         ("gpt2", {}),  # no nn.Linear in its layers
         ("hrm_text", {"head_dim": 16}),  # runs its layers several times
         ("qwen3_next", _CHUNKS),  # loops over chunks
-        ("gemma4_text", _FOR_LAYERS),  # an embedding holds a part for each layer
+        # An embedding holds a part for each layer.
+        pytest.param("gemma4_text", _FOR_LAYERS, marks=pytest.mark.long),
     ],
 )
 def test_layouts_that_are_planned(kind, more):
