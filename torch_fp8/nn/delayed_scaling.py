@@ -171,7 +171,7 @@ class LayerScaling:
         Args:
             layer: the layer.
             before: buffers before the move, by name.
-            device: their new device; none: where ``Module._apply`` moved them.
+            device: their new device, or None for that to which ``Module._apply`` moved them.
         """
         for name, buffer in before.items():
             moved = getattr(layer, name)
